@@ -1,0 +1,167 @@
+"""Which blocks of a Hugging Face model are folded, and how: read from its tensor-parallel plan, checked, told as data."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .attention import AttentionCore
+from .comm import Broadcast, Ring
+from .config import TSPConfig
+from .fold import FoldPlan, Slot
+from .layout import BlockCut, WeightCut, cut_bounds, head_groups
+from .mesh import Mesh
+
+_FOLDED_STYLES = ("colwise", "rowwise")
+_WHOLE_STYLES = ("replicate", "replicated_with_grad_allreduce")
+_EXAMPLE = 'for example {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}'
+
+
+class CannotFold(ValueError):
+    """Why a block is not a sum over shards of its weights."""
+
+
+def plan_model(model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> dict[str, FoldPlan]:
+    """Module name -> how it is folded. Raises ValueError naming the module that cannot be, and why."""
+    plans = {}
+    for name, styles in find_blocks(model, config.plan).items():
+        block = model.get_submodule(name)
+        try:
+            plans[name] = _plan_block(block, name, styles, config, mesh)
+        except CannotFold as why:
+            raise ValueError(
+                f"{name} ({type(block).__name__}) cannot be folded because {why}; to leave it whole, give tsp.plan with "
+                f"the linear layers of the other blocks only, {_EXAMPLE}"
+            ) from None
+    return plans
+
+
+def _transformers_plan(model: PreTrainedModel) -> Mapping[str, str]:
+    """The plan that ships with the model family, less the vocabulary's two ends, which stay whole."""
+    config = model.config
+    plan = getattr(config, "base_model_tp_plan", None) or getattr(config.get_text_config(), "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"{type(model).__name__} has no base_model_tp_plan; say in tsp.plan which linear layers are cut, {_EXAMPLE}"
+        )
+    return {key: style for key, style in plan.items() if not style.startswith("embedding_")}
+
+
+def find_blocks(model: PreTrainedModel, own: Mapping[str, str] | None) -> dict[str, dict[str, str]]:
+    """Block name -> {name of a child: style}. A key of the plan matches names with or without the base model's prefix.
+
+    Raises ValueError if a key of the user's `own` plan matches nothing, or if no block matches.
+    """
+    plan = _transformers_plan(model) if own is None else own
+    patterns = {key: re.compile(re.escape(key).replace(r"\*", r"[^.]+")) for key in plan}
+    prefix = f"{model.base_model_prefix}."
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    blocks: dict[str, dict[str, str]] = {}
+    unused = set(plan)
+    for name in names:
+        for key, pattern in patterns.items():
+            if pattern.fullmatch(name) or pattern.fullmatch(name.removeprefix(prefix)):
+                unused.discard(key)
+                parent, _, child = name.rpartition(".")
+                blocks.setdefault(parent, {})[child] = plan[key]
+    if own is not None and unused:
+        lost = sorted(unused)[0]
+        close = difflib.get_close_matches(lost, {re.sub(r"\.\d+\.", ".*.", name) for name in names}, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"tsp.plan: no module of {type(model).__name__} matches {lost!r}{hint}")
+    blocks = {name: styles for name, styles in blocks.items() if set(styles.values()) - set(_WHOLE_STYLES)}
+    if not blocks:
+        raise ValueError(f"no block of {type(model).__name__} matched the plan {dict(plan)}; name its linear layers in "
+                         f"tsp.plan, {_EXAMPLE}")  # fmt: skip
+    return blocks
+
+
+def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSPConfig, mesh: Mesh) -> FoldPlan:
+    linears = _linear_layers(block, styles)
+    last = next(child for child in linears if styles[child] == "rowwise")
+    widths = {child: m.in_features if child == last else m.out_features for child, m in linears.items()}
+    attention = hasattr(block, "is_causal") or "Attention" in type(block).__name__
+    _check_dropout(block)
+    if attention:
+        groups = head_groups(_check_heads(block, widths), mesh.size)
+    elif len(set(widths.values())) > 1:
+        raise CannotFold(f"its layers do not share one ffn width: {widths}")
+    slots: list[Slot] = []
+    cuts = []
+    for child, module in linears.items():
+        for leaf, tensor in module.named_parameters(recurse=False):
+            if child == last and leaf == "bias":
+                continue
+            dim = 1 if child == last else 0
+            try:
+                bounds = cut_bounds(tensor.shape[dim], mesh.size, groups if attention else 1)
+            except ValueError as error:
+                raise CannotFold(f"of {child}.{leaf}: {error}") from None
+            cuts.append(WeightCut(tuple(tensor.shape), dim, bounds))
+            slots.append((module, leaf))
+    cut = BlockCut(tuple(cuts), mesh.size, groups if attention else mesh.size)
+    return FoldPlan(
+        name=name,
+        transport=Broadcast(cut, mesh) if attention else Ring(cut, mesh),
+        sharded=tuple(slots),
+        shared=_shared_slots(block, linears, attention),
+        once=((linears[last], "bias"),) if linears[last].bias is not None else (),
+        rowwise=linears[last],
+        core=AttentionCore(mesh, config.layout, config.kernel, name) if attention else None,
+    )
+
+
+def _linear_layers(block: nn.Module, styles: dict[str, str]) -> dict[str, nn.Linear]:
+    odd = {child: style for child, style in styles.items() if style not in (*_FOLDED_STYLES, *_WHOLE_STYLES)}
+    if odd:
+        raise CannotFold(f"its plan has {odd}, and only colwise and rowwise linear layers are sums over shards")
+    linears: dict[str, nn.Linear] = {}
+    for child in (c for c, style in styles.items() if style in _FOLDED_STYLES):
+        module = getattr(block, child)
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            raise CannotFold(f"{child} is a {type(module).__name__}, not an nn.Linear")
+        linears[child] = module
+    if [styles[c] for c in linears].count("rowwise") != 1 or len(linears) < 2:
+        raise CannotFold(f"it needs colwise layers and one rowwise layer at its end; the plan has {styles}")
+    return linears
+
+
+def _check_dropout(block: nn.Module) -> None:
+    rates = {name or "itself": m.p for name, m in block.named_modules() if isinstance(m, nn.Dropout)}
+    rates |= {n: v for n in ("attention_dropout",) if isinstance(v := getattr(block, n, 0.0), float)}
+    if any(rates.values()):
+        raise CannotFold(f"it drops activations inside ({rates}); set the rate to 0 in the model's config")
+
+
+def _check_heads(block: nn.Module, widths: dict[str, int]) -> int:
+    """The number of kv heads; every width must be a whole number of them."""
+    config: Any = getattr(block, "config", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if kv_heads is None:
+        raise CannotFold("its config tells neither num_key_value_heads nor num_attention_heads")
+    uneven = {child: width for child, width in widths.items() if width % kv_heads}
+    if uneven:
+        raise CannotFold(f"the widths {uneven} are not a whole number of its {kv_heads} kv heads")
+    return kv_heads
+
+
+def _shared_slots(block: nn.Module, linears: dict[str, nn.Linear], attention: bool) -> tuple[Slot, ...]:
+    """Parameters outside the plan that every term uses whole: in attention, norms of one head's width."""
+    head = getattr(block, "head_dim", None)
+    shared: list[Slot] = []
+    for owner_name, owner in block.named_modules():
+        if any(owner is m for m in linears.values()):
+            continue
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            if not attention or tuple(parameter.shape) != (head,):
+                raise CannotFold(
+                    f"{owner_name or leaf} has a parameter of shape {tuple(parameter.shape)} that the plan does not cut, "
+                    f"and every term would need it whole"
+                )
+            shared.append((owner, leaf))
+    return tuple(shared)

@@ -1,0 +1,51 @@
+"""Weights out of a folded model, as the unsharded Hugging Face model names and shapes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed import zero
+from torch import Tensor
+
+from .comm import gather_slices
+from .layout import WeightCut
+from .mesh import Mesh
+
+
+def full_state_dict(engine: Any) -> dict[str, Tensor]:
+    """The unsharded state dict of ``engine.module``, on the CPU of global rank 0; empty elsewhere.
+
+    Collective: every rank calls it. One tensor at a time is gathered, over dp under ZeRO-3 and over the TSP axis, so no
+    rank but rank 0 ever holds more than one whole slice. Names, shapes and ties are those of the unsharded model;
+    dtypes are those of the engine's parameters (half precision under fp16 and bf16).
+    """
+    return dict(iterate_full_tensors(engine))
+
+
+def iterate_full_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """The items of `full_state_dict`, one by one."""
+    mesh: Mesh = engine.tsp
+    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    done: dict[int, Tensor | None] = {}
+    for name, entry in engine.module.state_dict(keep_vars=True).items():
+        parameter = parameters.get(name, entry)
+        if id(parameter) not in done:  # a tied weight is gathered once and keeps its tie
+            done[id(parameter)] = _whole(parameter, mesh)
+        full = done[id(parameter)]
+        if full is not None:
+            yield name, full
+
+
+def _whole(parameter: Tensor, mesh: Mesh) -> Tensor | None:
+    partitioned = hasattr(parameter, "ds_id")
+    with zero.GatheredParameters([parameter], enabled=partitioned), torch.no_grad():
+        if mesh.dp_rank:
+            return None  # the replicas of the first dp rank's group hold the same
+        cut: WeightCut | None = getattr(parameter, "tsp_cut", None)
+        if cut is None:
+            return parameter.detach().cpu().clone() if mesh.rank == 0 else None
+        shapes = [cut.slice_shape(rank) for rank in range(mesh.size)]
+        slices = gather_slices(parameter.detach(), shapes, mesh)
+        return None if slices is None else torch.cat([s.cpu() for s in slices], dim=cut.dim)

@@ -1,0 +1,83 @@
+"""``ds_tsp.initialize``: deepspeed.initialize for a model folded over a TSP axis."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.utils import set_z3_leaf_modules
+
+from .config import load_config, parse
+from .grad_sync import sum_replicated_gradients
+from .inject import inject
+from .mesh import Mesh
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | PathLike[str] | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | PathLike[str] | dict[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Fold `model`, an unmodified Hugging Face model, and return what ``deepspeed.initialize`` returns.
+
+    Arguments and return value: those of ``deepspeed.initialize``; `config` has a ``"tsp"`` section. `model` is changed in
+    place. ``engine.tsp`` is the `Mesh`. ``engine(**batch)`` takes the full batch, the same on every rank of a TSP group,
+    and returns the loss of the group's whole batch.
+    Raises ValueError before anything is changed: config that does not fit the world, model that cannot be folded,
+    `mpu` or `mesh_param` given (the TSP axis is DeepSpeed's model-parallel axis).
+    """
+    if model is None:
+        raise ValueError("ds_tsp.initialize needs a model")
+    if mpu is not None or mesh_param is not None:
+        raise ValueError("mpu and mesh_param cannot be given: ds_tsp makes the process groups; leave them out")
+    settings = load_config(config if config is not None else config_params, args)
+    backend = get_accelerator().communication_backend_name()
+    dist.init_distributed(backend, distributed_port=distributed_port, dist_init_required=dist_init_required)
+    tsp = parse(settings, dist.get_world_size())
+    mesh = Mesh.create(tsp.size)
+    folded = inject(model, tsp, mesh)
+    sum_replicated_gradients([p for p in model.parameters() if not hasattr(p, "tsp_cut")], mesh)
+    # The parameters of a folded block are swapped while a term runs: ZeRO-3 must fetch the block's as one.
+    set_z3_leaf_modules(model, folded)
+    result = deepspeed.initialize(
+        args=_without_config(args),
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mesh,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=settings,
+    )
+    result[0].tsp = mesh
+    return result
+
+
+def _without_config(args: Any) -> Any:
+    """`args` without its config path, which is resolved already; DeepSpeed refuses to be told twice."""
+    told = [name for name in ("deepspeed_config", "deepscale_config") if getattr(args, name, None) is not None]
+    if told:
+        args = copy.copy(args)
+        for name in told:
+            setattr(args, name, None)
+    return args

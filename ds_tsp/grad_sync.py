@@ -1,0 +1,29 @@
+"""Gradients of replicated parameters: each rank saw its own tokens only, so they are summed over the axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from .comm import all_reduce
+from .layout import accumulate_dtype
+from .mesh import Mesh
+
+
+def sum_replicated_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Give each parameter a hook that replaces its gradient by the sum over the axis.
+
+    A hook on the parameter's own gradient comes before whatever ZeRO does with it, at every stage, and under gradient
+    accumulation. It returns a new tensor: autograd may still use the one it was given.
+    Communication per backward and rank: an all-reduce of the parameter, in fp32 where it is half precision.
+    """
+    if mesh.size == 1:
+        return
+
+    def summed(grad: Tensor) -> Tensor:
+        return all_reduce(grad.to(accumulate_dtype(grad.dtype)), mesh).to(grad.dtype)
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(summed)

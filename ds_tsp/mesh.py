@@ -1,0 +1,79 @@
+"""The process mesh: one TSP axis of neighbouring ranks, one data-parallel axis across them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed import comm as dist
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place on the axes, and the groups along them. Also the ``mpu`` that DeepSpeed asks.
+
+    With 8 ranks and size 4 the TSP groups are {0,1,2,3} {4,5,6,7} and the data-parallel groups {0,4} {1,5} {2,6} {3,7}.
+    To DeepSpeed the TSP axis is the model-parallel axis: ZeRO partitions over `dp_group`, norms and overflow flags are
+    combined over both.
+    """
+
+    size: int
+    rank: int
+    group: Any
+    ranks: tuple[int, ...]
+    dp_size: int
+    dp_rank: int
+    dp_group: Any
+    dp_ranks: tuple[int, ...]
+
+    @classmethod
+    def create(cls, size: int) -> Mesh:
+        """Make the groups. Collective over the world: every rank calls it, with the same `size`.
+
+        Raises ValueError if `size` does not divide the world.
+        """
+        world, me = dist.get_world_size(), dist.get_rank()
+        if size < 1 or world % size:
+            raise ValueError(f"tsp.size={size} does not divide world size {world}")
+        tsp_axes = [tuple(range(start, start + size)) for start in range(0, world, size)]
+        dp_axes = [tuple(range(start, world, size)) for start in range(size)]
+        # new_group is collective: all ranks make all groups, in one order.
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in (*tsp_axes, *(a for a in dp_axes if a not in tsp_axes))}
+        tsp, dp = tsp_axes[me // size], dp_axes[me % size]
+        return cls(
+            size=size,
+            rank=me % size,
+            group=groups[tsp],
+            ranks=tsp,
+            dp_size=world // size,
+            dp_rank=me // size,
+            dp_group=groups[dp],
+            dp_ranks=dp,
+        )
+
+    @property
+    def next(self) -> int:
+        return (self.rank + 1) % self.size
+
+    @property
+    def previous(self) -> int:
+        return (self.rank - 1) % self.size
+
+    # The names by which DeepSpeed asks a model-parallel unit.
+    def get_model_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_model_parallel_group(self) -> Any:
+        return self.group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.dp_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.dp_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.dp_group

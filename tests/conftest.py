@@ -1,0 +1,43 @@
+"""Session set-up: environment before torch is imported, the gpu marker, and the end of the rank pools."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if ROOT not in sys.path:  # ranks get this sys.path too: they import test modules as tests.dist.test_x
+    sys.path.insert(0, ROOT)
+
+from tests.harness import ENV, close_pools, start_server  # noqa: E402
+
+for name, value in ENV.items():
+    os.environ.setdefault(name, value)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an accelerator; skipped where torch sees none")
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    if module_path.parent.name in ("dist", "integration"):
+        start_server()  # its imports overlap with those of the test modules
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # here only: most runs collect no gpu test
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is False"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_pools() -> Iterator[None]:
+    yield
+    close_pools()

@@ -1,0 +1,100 @@
+"""What one rank holds: 1/P of the folded weights, and never a whole sequence of activations."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ds_tsp
+from ds_tsp.layout import head_groups
+from tests.dist.test_fold import folded_pair
+from tests.harness import run_ranks
+from tests.integration.test_training import ds_config
+from tests.models import tiny, tokens
+
+B, S, D, E, KV = 2, 512, 40, 10, 4
+SIZES = {"hidden_size": D, "head_dim": E, "num_attention_heads": 4, "num_key_value_heads": KV, "intermediate_size": 64}
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest storage that any operation returned, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().size() // x.itemsize for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+def largest_job(size: int, kv_heads: int) -> int:
+    """One decoder layer, forward and backward, on this rank's tokens."""
+    _, model, _ = folded_pair("llama", size, torch.float32, **{**SIZES, "num_key_value_heads": kv_heads})
+    x = torch.randn(B, S // size, D, requires_grad=True)
+    positions = torch.arange(S // size)[None]
+    rotary = model.model.rotary_emb(x, positions)
+    with Largest() as largest:
+        model.model.layers[0](x, position_embeddings=rotary).sum().backward()
+    return largest.numel
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 4), (4, 2)])
+def test_no_whole_sequence_but_one_groups_kv(size: int, kv_heads: int) -> None:
+    one_groups_kv = 2 * B * S * (kv_heads // head_groups(kv_heads, size)) * E
+    for numel in run_ranks(size, largest_job, size, kv_heads):
+        assert numel <= one_groups_kv < B * S * D
+
+
+def state_job(size: int, stage: int) -> dict[str, list[int]]:
+    """Elements of each folded weight's parameter, gradient and optimizer state, beside those of the whole weight."""
+    model = tiny("llama", **SIZES)
+    whole = {n: p.numel() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, optimizer, *_ = ds_tsp.initialize(model=model, optimizer=optimizer, config=ds_config(size, stage))
+    engine.backward(engine(**tokens(2, 16)).loss)
+    gradients = {n: p.grad.numel() for n, p in model.named_parameters()}
+    engine.step()
+    sizes = {}
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "tsp_cut"):
+            moments = [v.numel() for v in optimizer.state[parameter].values() if v.numel() > 1]
+            sizes[name] = [whole[name], parameter.untyped_storage().size() // 4, gradients[name], sum(moments)]
+    engine.destroy()
+    return sizes
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_folded_state_is_exactly_one_pth(size: int) -> None:
+    for sizes in run_ranks(4, state_job, size, 0):
+        assert len(sizes) == 2 * 7
+        for name, (whole, parameter, gradient, moments) in sizes.items():
+            assert (parameter, gradient, moments) == (whole / size, whole / size, 2 * whole / size), name
+
+
+def zero_state_job(size: int, stage: int) -> tuple[int, int, int]:
+    """Elements of this rank's part of ZeRO's fp32 master weights; replicated and folded elements of the model."""
+    model = tiny("llama", **SIZES)
+    folded = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
+    replicated = sum(p.numel() for n, p in model.named_parameters() if "proj" not in n)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, optimizer, *_ = ds_tsp.initialize(model=model, optimizer=optimizer, config=ds_config(size, stage))
+    engine.backward(engine(**tokens(2, 16)).loss)
+    engine.step()
+    state = optimizer.optimizer.state
+    moments = sum(v.numel() for s in state.values() for v in s.values() if torch.is_tensor(v) and v.numel() > 1)
+    engine.destroy()
+    return moments, folded, replicated
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_zero_divides_what_the_fold_left(size: int, stage: int) -> None:
+    for moments, folded, replicated in run_ranks(4, zero_state_job, size, stage):
+        mine = (folded // size + replicated) / (4 // size)
+        assert 2 * mine <= moments <= 2 * mine * 1.02  # ZeRO pads its partitions
