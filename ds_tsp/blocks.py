@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from .attention import AttentionCore
 from .comm import Broadcast, Ring
@@ -84,46 +85,52 @@ def find_blocks(model: PreTrainedModel, own: Mapping[str, str] | None) -> dict[s
 def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSPConfig, mesh: Mesh) -> FoldPlan:
     linears = _linear_layers(block, styles)
     last = next(child for child in linears if styles[child] == "rowwise")
-    widths = {child: m.in_features if child == last else m.out_features for child, m in linears.items()}
+    # Conv1D, the linear layer of GPT-2's time, keeps its weight transposed.
+    dims = {child: int((child == last) != isinstance(m, Conv1D)) for child, m in linears.items()}
+    widths = {child: m.weight.shape[dims[child]] for child, m in linears.items()}
     attention = hasattr(block, "is_causal") or "Attention" in type(block).__name__
     _check_dropout(block)
     if attention:
         groups = head_groups(_check_heads(block, widths), mesh.size)
     elif len(set(widths.values())) > 1:
         raise CannotFold(f"its layers do not share one ffn width: {widths}")
-    slots: list[Slot] = []
+    places: list[tuple[Slot, int]] = [
+        ((module, leaf), dims[child] if leaf == "weight" else 0)
+        for child, module in linears.items()
+        for leaf, _ in module.named_parameters(recurse=False)
+        if not (child == last and leaf == "bias")
+    ]
+    places += [((block, child), 0) for child in styles if isinstance(getattr(block, child), nn.Parameter)]
     cuts = []
-    for child, module in linears.items():
-        for leaf, tensor in module.named_parameters(recurse=False):
-            if child == last and leaf == "bias":
-                continue
-            dim = 1 if child == last else 0
-            try:
-                bounds = cut_bounds(tensor.shape[dim], mesh.size, groups if attention else 1)
-            except ValueError as error:
-                raise CannotFold(f"of {child}.{leaf}: {error}") from None
-            cuts.append(WeightCut(tuple(tensor.shape), dim, bounds))
-            slots.append((module, leaf))
+    for (owner, leaf), dim in places:
+        shape = tuple(getattr(owner, leaf).shape)
+        try:
+            cuts.append(WeightCut(shape, dim, cut_bounds(shape[dim], mesh.size, groups if attention else 1)))
+        except ValueError as error:
+            raise CannotFold(f"of a {leaf} of shape {shape}: {error}") from None
+    slots = tuple(slot for slot, _ in places)
     cut = BlockCut(tuple(cuts), mesh.size, groups if attention else mesh.size)
     return FoldPlan(
         name=name,
         transport=Broadcast(cut, mesh) if attention else Ring(cut, mesh),
-        sharded=tuple(slots),
-        shared=_shared_slots(block, linears, attention),
+        sharded=slots,
+        shared=_shared_slots(block, slots, linears[last], attention),
         once=((linears[last], "bias"),) if linears[last].bias is not None else (),
         rowwise=linears[last],
-        core=AttentionCore(mesh, config.layout, config.kernel, name) if attention else None,
+        core=AttentionCore(mesh, config.kernel, name) if attention else None,
     )
 
 
-def _linear_layers(block: nn.Module, styles: dict[str, str]) -> dict[str, nn.Linear]:
+def _linear_layers(block: nn.Module, styles: dict[str, str]) -> dict[str, Any]:
     odd = {child: style for child, style in styles.items() if style not in (*_FOLDED_STYLES, *_WHOLE_STYLES)}
     if odd:
         raise CannotFold(f"its plan has {odd}, and only colwise and rowwise linear layers are sums over shards")
-    linears: dict[str, nn.Linear] = {}
+    linears: dict[str, Any] = {}
     for child in (c for c, style in styles.items() if style in _FOLDED_STYLES):
         module = getattr(block, child)
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        if isinstance(module, nn.Parameter) and styles[child] == "colwise":  # one value per head, as attention sinks
+            continue
+        if getattr(type(module), "forward", None) not in (nn.Linear.forward, Conv1D.forward):
             raise CannotFold(f"{child} is a {type(module).__name__}, not an nn.Linear")
         linears[child] = module
     if [styles[c] for c in linears].count("rowwise") != 1 or len(linears) < 2:
@@ -150,14 +157,14 @@ def _check_heads(block: nn.Module, widths: dict[str, int]) -> int:
     return kv_heads
 
 
-def _shared_slots(block: nn.Module, linears: dict[str, nn.Linear], attention: bool) -> tuple[Slot, ...]:
+def _shared_slots(block: nn.Module, cut: tuple[Slot, ...], last: nn.Module, attention: bool) -> tuple[Slot, ...]:
     """Parameters outside the plan that every term uses whole: in attention, norms of one head's width."""
     head = getattr(block, "head_dim", None)
     shared: list[Slot] = []
     for owner_name, owner in block.named_modules():
-        if any(owner is m for m in linears.values()):
-            continue
         for leaf, parameter in owner.named_parameters(recurse=False):
+            if owner is last or any(owner is module and leaf == name for module, name in cut):
+                continue
             if not attention or tuple(parameter.shape) != (head,):
                 raise CannotFold(
                     f"{owner_name or leaf} has a parameter of shape {tuple(parameter.shape)} that the plan does not cut, "

@@ -35,12 +35,16 @@ class InFlight:
         return self.tensor
 
 
-def _hop(tensor: Tensor, receive: int, mesh: Mesh) -> InFlight:
-    """Send flat `tensor` to the next rank of the ring and receive `receive` elements from the previous one."""
+def hop(tensor: Tensor, shape: tuple[int, ...], mesh: Mesh, distance: int = 1) -> InFlight:
+    """Send contiguous `tensor` to the rank `distance` ahead on the ring; a tensor of `shape` arrives from behind."""
+    if distance % mesh.size == 0:
+        return InFlight(tensor, None)
+    out = tensor.new_empty(shape)
     send_splits, receive_splits = [0] * mesh.size, [0] * mesh.size
-    send_splits[mesh.next], receive_splits[mesh.previous] = tensor.numel(), receive
-    out = tensor.new_empty(receive)
-    work = dist.all_to_all_single(out, tensor, receive_splits, send_splits, group=mesh.group, async_op=True)
+    send_splits[(mesh.rank + distance) % mesh.size] = tensor.numel()
+    receive_splits[(mesh.rank - distance) % mesh.size] = out.numel()
+    flat = (out.view(-1), tensor.view(-1))
+    work = dist.all_to_all_single(*flat, receive_splits, send_splits, group=mesh.group, async_op=True)
     return InFlight(out, work, tensor)
 
 
@@ -159,7 +163,7 @@ class Ring(Transport):
             ahead = None
             if t < last:
                 assert flat is not None
-                ahead = _hop(flat, self.cut.numel((j - 1) % self.mesh.size, self.all), self.mesh)
+                ahead = hop(flat, (self.cut.numel((j - 1) % self.mesh.size, self.all),), self.mesh)
             yield (j,), [own if t == 0 else self.cut.unpack(flat, j, self.all)]  # type: ignore[arg-type]
             flat = ahead.wait() if ahead else None
 
@@ -177,10 +181,7 @@ class _RingHome(Homeward):
         flat = self._pack(grad)
         if self.riding is not None:
             flat += self.riding.wait()
-        if self.mesh.size == 1:
-            self.riding = InFlight(flat, None)
-        else:
-            self.riding = _hop(flat, self.cut.numel((j - 1) % self.mesh.size, self.which), self.mesh)
+        self.riding = hop(flat, (self.cut.numel((j - 1) % self.mesh.size, self.which),), self.mesh)
 
     def finish(self) -> Slice:
         assert self.riding is not None
@@ -223,11 +224,11 @@ def reduce_scatter_sequence(full: Tensor, layout: SequenceLayout, mesh: Mesh) ->
     return mine.flatten(1, 2)
 
 
-def all_reduce(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """The sum over the axis, in a new tensor; `tensor` is left as it is."""
+def all_reduce(tensor: Tensor, group: Any, size: int) -> Tensor:
+    """The sum over the `size` ranks of `group`, in a new tensor; `tensor` is left as it is."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    if mesh.size > 1:
-        dist.all_reduce(total, group=mesh.group)
+    if size > 1:
+        dist.all_reduce(total, group=group)
     return total
 
 

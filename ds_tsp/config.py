@@ -40,6 +40,9 @@ class TSPConfig(DeepSpeedConfigModel):
     schedule: Literal["tsp"] = "tsp"
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     kernel: Literal["auto", "flash_attn", "sdpa", "reference"] = "auto"
+    shard_vocab: bool = Field(True, strict=True)
+    loss_average: Literal["batch", "token"] = "batch"
+    gather_logits: bool = Field(True, strict=True)
     plan: dict[str, Literal["colwise", "rowwise", "replicate"]] | None = None
 
     def __init__(self, /, **data: Any) -> None:

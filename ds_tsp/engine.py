@@ -17,6 +17,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from .config import load_config, parse
 from .grad_sync import sum_replicated_gradients
 from .inject import inject
+from .loader import TokenCountingLoader
 from .mesh import Mesh
 
 
@@ -51,7 +52,7 @@ def initialize(
     backend = get_accelerator().communication_backend_name()
     dist.init_distributed(backend, distributed_port=distributed_port, dist_init_required=dist_init_required)
     tsp = parse(settings, dist.get_world_size())
-    mesh = Mesh.create(tsp.size)
+    mesh = Mesh.create(tsp.size, tsp.layout)
     folded = inject(model, tsp, mesh)
     sum_replicated_gradients([p for p in model.parameters() if not hasattr(p, "tsp_cut")], mesh)
     # The parameters of a folded block are swapped while a term runs: ZeRO-3 must fetch the block's as one.
@@ -69,8 +70,12 @@ def initialize(
         collate_fn=collate_fn,
         config=settings,
     )
-    result[0].tsp = mesh
-    return result
+    engine, optimizer, loader, lr_scheduler = result
+    engine.tsp = mesh
+    engine.module.tsp_state.accumulation = engine.gradient_accumulation_steps()
+    if tsp.loss_average == "token" and loader is not None:
+        loader = engine.training_dataloader = TokenCountingLoader(loader, mesh, engine.gradient_accumulation_steps())
+    return engine, optimizer, loader, lr_scheduler
 
 
 def _without_config(args: Any) -> Any:

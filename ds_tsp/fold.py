@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from transformers.pytorch_utils import Conv1D
+
 from .attention import AttentionCore
 from .comm import Transport
 from .layout import accumulate_dtype
@@ -47,7 +49,7 @@ class FoldPlan:
 
 
 @contextmanager
-def _in_place_of(slots: Sequence[Slot], tensors: Sequence[Tensor | None]) -> Iterator[None]:
+def _in_place_of(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Put `tensors` where the parameters are while a term runs. Modules read them by name, so no copy and no hook."""
     kept = [module._parameters[name] for module, name in slots]
     try:
@@ -82,7 +84,8 @@ def _last_gemm_skipped(rowwise: nn.Linear) -> Iterator[None]:
     def forward(x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _LastGemm.apply(x, rowwise.weight, rowwise.bias)
+        weight = rowwise.weight.mT if isinstance(rowwise, Conv1D) else rowwise.weight
+        return _LastGemm.apply(x, weight, rowwise.bias)
 
     rowwise.forward = forward  # type: ignore[method-assign]
     try:
@@ -118,7 +121,7 @@ class _Call:
         self.rest: tuple[Any, ...] | None = None
 
     def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor], shared: Sequence[Tensor],
-            once: Sequence[Tensor | None]) -> Tensor:  # fmt: skip
+            once: Sequence[Tensor]) -> Tensor:  # fmt: skip
         """One term: the original forward with the given weights in place."""
         leaves = list(self.leaves)
         for i, x in zip(self.where, inputs, strict=True):
@@ -154,11 +157,11 @@ class _Fold(torch.autograd.Function):
         inputs, sharded, shared, once = _split(plan, tensors, n)
         tape: list[tuple[Tensor, Tensor]] | None = [] if call.grad and any(ctx.needs_input_grad) else None
         total: Tensor | None = None
-        terms = plan.transport.terms()
+        terms, nothing = plan.transport.terms(), [torch.zeros_like(x) for x in once]
         with _core_state(plan.core, tape=tape):
             for t, (_, slices) in enumerate(plan.transport.travel(sharded)):
                 weights = plan.transport.cut.assemble(slices)
-                y = call.run(inputs, weights, shared, once if t == 0 else [None] * len(once))
+                y = call.run(inputs, weights, shared, once if t == 0 else nothing)
                 if len(terms) > 1:
                     total = y.to(accumulate_dtype(y.dtype)) if total is None else total.add_(y)
         if tape is not None:
@@ -186,6 +189,7 @@ class _Fold(torch.autograd.Function):
         whole = [(i, x) for i, x in whole if not n_inputs <= i < n_inputs + len(sharded)]
         first_once = len(needs) - len(once)
         enabled, dtype = ctx.autocast
+        nothing = [torch.zeros_like(x) for x in once]
         for t, (members, slices) in enumerate(plan.transport.travel([x.detach() for x in sharded])):
             leaves = [[x.detach().requires_grad_(need) for x, need in zip(s, need_sharded, strict=True)] for s in slices]
             targets = [(i, x) for i, x in whole if t == 0 or i < first_once]
@@ -193,7 +197,7 @@ class _Fold(torch.autograd.Function):
             autocast = torch.autocast(dy.device.type, dtype=dtype) if enabled else nullcontext()
             with torch.enable_grad(), autocast, _core_state(plan.core, replay=pair), _last_gemm_skipped(plan.rowwise):
                 weights = plan.transport.cut.assemble(leaves)
-                y = call.run(inputs, weights, shared, once if t == 0 else [None] * len(once))
+                y = call.run(inputs, weights, shared, once if t == 0 else nothing)
             wanted = [x for _, x in targets] + [s[i] for s in leaves for i in which]
             grads = torch.autograd.grad(y, wanted, dy, materialize_grads=True)
             del y, weights

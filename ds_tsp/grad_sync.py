@@ -22,7 +22,7 @@ def sum_replicated_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> 
         return
 
     def summed(grad: Tensor) -> Tensor:
-        return all_reduce(grad.to(accumulate_dtype(grad.dtype)), mesh).to(grad.dtype)
+        return all_reduce(grad.to(accumulate_dtype(grad.dtype)), mesh.group, mesh.size).to(grad.dtype)
 
     for parameter in parameters:
         if parameter.requires_grad:

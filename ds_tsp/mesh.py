@@ -25,10 +25,11 @@ class Mesh:
     dp_rank: int
     dp_group: Any
     dp_ranks: tuple[int, ...]
+    layout: str = "zigzag"  # how a sequence is dealt to the axis: layout.SequenceLayout.kind
 
     @classmethod
-    def create(cls, size: int) -> Mesh:
-        """Make the groups. Collective over the world: every rank calls it, with the same `size`.
+    def create(cls, size: int, layout: str = "zigzag") -> Mesh:
+        """Make the groups. Collective over the world: every rank calls it, with the same arguments.
 
         Raises ValueError if `size` does not divide the world.
         """
@@ -49,15 +50,8 @@ class Mesh:
             dp_rank=me // size,
             dp_group=groups[dp],
             dp_ranks=dp,
+            layout=layout,
         )
-
-    @property
-    def next(self) -> int:
-        return (self.rank + 1) % self.size
-
-    @property
-    def previous(self) -> int:
-        return (self.rank - 1) % self.size
 
     # The names by which DeepSpeed asks a model-parallel unit.
     def get_model_parallel_rank(self) -> int:

@@ -120,7 +120,7 @@ def _tracked_tensors() -> Iterator[Tensor]:
 
 def _patch_resize(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
     """Report every `UntypedStorage.resize_`, which no dispatch mode sees; returns what undoes it."""
-    cls = torch.UntypedStorage
+    cls: Any = torch.UntypedStorage
     own = vars(cls).get("resize_")
     original = cls.resize_
 

@@ -1,4 +1,4 @@
-"""Session set-up: environment before torch is imported, the gpu marker, and the end of the rank pools."""
+"""Session set-up: environment before torch is imported, skips of gpu tests, and the end of the rank pools."""
 
 import os
 import sys
@@ -15,10 +15,6 @@ from tests.harness import ENV, close_pools, start_server  # noqa: E402
 
 for name, value in ENV.items():
     os.environ.setdefault(name, value)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs an accelerator; skipped where torch sees none")
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:

@@ -240,7 +240,8 @@ def _stacks(ranks: Iterable[_Rank]) -> dict[int, str]:
 def _log(rank: _Rank) -> str:
     if not rank.log_path.exists():
         return "(not started)"
-    return "\n".join(rank.log_path.read_text(errors="replace").splitlines()[-MAX_LOG_LINES:])
+    lines = rank.log_path.read_text(errors="replace").splitlines()
+    return "\n".join(line for line in lines[-MAX_LOG_LINES:] if not line.startswith("Extension modules:"))
 
 
 def _headline(what: str, timeout: float, errors: dict[int, RankError], waiting: list[_Rank]) -> str:

@@ -43,7 +43,7 @@ def rank_main(rank: int, world_size: int, port: int, conn: Connection, log_path:
     _log_to(log_path)
     _answer(conn, _init_group, rank, world_size, port)
     while job := _next_job(conn):
-        os.truncate(log_path, 0)
+        os.ftruncate(1, 0)
         _answer(conn, _run_job, job)
     from deepspeed import comm as dist
 
@@ -57,7 +57,7 @@ def _log_to(log_path: str) -> None:
     os.dup2(log, 2)  # also what C++ says before it aborts
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable(log)
-    faulthandler.register(signal.SIGUSR1, file=log)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=False)
 
 
 def _die_with(parent: BaseProcess | None) -> None:

@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Grads:
-    """Each block's backward with the MERGED out and lse is that block's share: dq is summed, dk and dv sit side by side.
+    """Each block's backward with the MERGED out and lse is that block's share: dq is summed, dk and dv are adjacent.
 
     Shapes: as `forward`; dq in q's dtype, dk, dv in the op's dtype (one block) or fp32 (two).
     """

@@ -32,10 +32,6 @@ def _with(tensor: Tensor, where: tuple[int, int], value: int) -> Tensor:
     return tensor.index_put(tuple(torch.tensor(i) for i in where), torch.tensor(value))
 
 
-def _left_padded(batch: dict[str, Tensor], rank: int) -> Tensor:
-    return torch.ones(2, 14, dtype=torch.int64).index_fill(1, torch.tensor([0, 1]), 0)
-
-
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "empty batch": ({"input_ids": torch.empty(0, 14, dtype=torch.int64), "labels": None}, r"empty.*\(0, 14\)"),
     "empty sequence": ({"input_ids": torch.empty(2, 0, dtype=torch.int64), "labels": None}, r"empty.*\(2, 0\)"),
@@ -52,10 +48,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "labels on one rank only": ({"labels": lambda b, r: b["labels"] if r == 0 else None}, r"rank\(s\) \[1, 2\]"),
     "wrong on one rank only": ({"input_ids": lambda b, r: b["input_ids"][0] if r == 1 else b["input_ids"]},
                                r"must be \[B, S\]|rank 1 of the TSP group was given a wrong batch"),
-    "padding on the left": ({"attention_mask": _left_padded}, "pad right"),
     "labels on padding": ({"attention_mask": lambda b, r: (torch.arange(14) < 9).expand(2, 14).long()},
-                          "set the labels of padding to -100"),
-    "packed documents": ({"position_ids": (torch.arange(14) % 7)[None]}, "packed documents"),
+                          "predicted from padded tokens"),
+    "a hole in the mask": ({"attention_mask": lambda b, r: (torch.arange(14) != 6).expand(2, 14).long(),
+                            "labels": lambda b, r: torch.full((2, 14), -100)}, "padding between real tokens"),
     "a cache": ({"past_key_values": object()}, "there is no K/V cache in training"),
     "attention weights": ({"output_attentions": True}, "never formed"),
 }  # fmt: skip

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_tsp.config import TSPConfig
-from ds_tsp.data import shard
 from ds_tsp.grad_sync import sum_replicated_gradients
 from ds_tsp.inject import inject
 from ds_tsp.layout import SequenceLayout
@@ -23,8 +22,9 @@ def folded_pair(family: str, size: int, dtype: torch.dtype = torch.float64, tsp:
     """An unsharded model, and a copy folded over `size` ranks."""
     reference = tiny(family, **sizes).to(dtype)
     model = copy.deepcopy(reference)
-    mesh = Mesh.create(size)
-    inject(model, TSPConfig(size=size, **(tsp or {})), mesh)
+    config = TSPConfig(size=size, **(tsp or {}))
+    mesh = Mesh.create(size, config.layout)
+    inject(model, config, mesh)
     sum_replicated_gradients([p for p in model.parameters() if not hasattr(p, "tsp_cut")], mesh)
     return reference, model, mesh
 

@@ -7,11 +7,14 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from ds_tsp.data import _FACTS
+from ds_tsp.layout import SequenceLayout, cut_bounds
 from tests.dist.test_fold import folded_pair
 from tests.harness import run_ranks
 from tests.models import tokens
 
 B, LENGTH, LAYERS = 2, 24, 2
+BATCH_CHECK = 8 * (len(_FACTS) + 1)  # bytes of a rank's row in the one all-gather per forward
 # What a logged message of one byte brings to each rank, on average over the group's ranks.
 RECEIVED = {
     "broadcast": lambda p: Fraction(p - 1, p),  # all but the owner receive it
@@ -29,8 +32,9 @@ def logged() -> dict[str, int]:
     return counted
 
 
-def wire_job(size: int, dtype: torch.dtype, sizes: dict[str, int], checkpointing: bool) -> dict[str, dict[str, int]]:
-    _, model, mesh = folded_pair("llama", size, dtype, num_hidden_layers=LAYERS, **sizes)
+def wire_job(size: int, dtype: torch.dtype, sizes: dict[str, int], checkpointing: bool = False, shard_vocab: bool = False):
+    tsp = {"shard_vocab": shard_vocab}
+    _, model, _ = folded_pair("llama", size, dtype, tsp, num_hidden_layers=LAYERS, **sizes)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     logger = dist.comm.comms_logger
@@ -71,7 +75,6 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "intermedia
 def test_bytes_equal_formulas(size: int, kv_heads: int, dtype: torch.dtype, checkpointing: bool) -> None:
     sizes = {**SIZES, "num_key_value_heads": kv_heads}
     want = {name: LAYERS * value for name, value in formulas(size, sizes, dtype.itemsize).items()}
-    batch_check = 12 * 8 if size > 1 else 0  # one all-gather of 12 integers per forward
     for logs in run_ranks(size, wire_job, size, dtype, sizes, checkpointing):
         got: dict[str, dict[str, Any]] = {
             phase: {op: RECEIVED[op](size) * count for op, count in log.items() if op in RECEIVED}
@@ -85,7 +88,7 @@ def test_bytes_equal_formulas(size: int, kv_heads: int, dtype: torch.dtype, chec
         assert forward == {
             "broadcast": want["broadcast"],
             "all_to_all_single": want["mlp weights"],
-            "all_gather_into_tensor": want["K/V"] + batch_check * (size - 1),
+            "all_gather_into_tensor": want["K/V"] + BATCH_CHECK * (size - 1),
         }
         assert backward == {
             "broadcast": again * want["broadcast"],
@@ -100,6 +103,35 @@ def test_bytes_equal_formulas(size: int, kv_heads: int, dtype: torch.dtype, chec
 def test_no_activation_is_reduced(size: int) -> None:
     """Beside the fold: an all-reduce of the loss, and of the gradient of each replicated parameter."""
     sizes = {**SIZES, "num_key_value_heads": 2}
-    for logs in run_ranks(size, wire_job, size, torch.float32, sizes, False):
+    for logs in run_ranks(size, wire_job, size, torch.float32, sizes):
         replicated = 2 * 53 * 32 + (2 * LAYERS + 1) * 32  # embedding, head, norms
         assert logs["forward"]["all_reduce"] == 4 and logs["backward"]["all_reduce"] == 4 * replicated
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bytes_of_the_vocabulary(size: int, dtype: torch.dtype) -> None:
+    """Its slices travel as those of an MLP; embedding rows go to the ranks that ask, each once, and back."""
+    sizes = {**SIZES, "num_key_value_heads": 4}
+    runs = [run_ranks(size, wire_job, size, dtype, sizes, shard_vocab=sharded) for sharded in (False, True)]
+    ids, bounds, beta = tokens(B, LENGTH)["input_ids"], cut_bounds(53, size), dtype.itemsize
+    rows = sum(int((part >= high).sum() + (part < low).sum()) for part, low, high in _parts(ids, size, bounds))
+    vocabulary, width = 53 * SIZES["hidden_size"], SIZES["hidden_size"]
+    more = {phase: _total(runs[1], phase) - _total(runs[0], phase) for phase in ("forward", "backward")}
+    id_bytes = size * (size - 1) * 8 * ids.numel() // size
+    assert more["forward"] == vocabulary * (size - 1) * beta + rows * width * beta + id_bytes
+    saved = 2 * vocabulary * 4 * 2 * (size - 1)  # no all-reduce of two whole gradients, which sends and receives each part
+    head = vocabulary * (size - 1) * beta + vocabulary * size * max(beta, 4)
+    assert more["backward"] == head + rows * width * beta - saved
+
+
+def _parts(ids: torch.Tensor, size: int, bounds: tuple[int, ...]):
+    sequence = SequenceLayout(LENGTH, size)
+    return [(ids[:, sequence.positions(rank)], bounds[rank], bounds[rank + 1]) for rank in range(size)]
+
+
+def _total(logs: list[dict[str, dict[str, int]]], phase: str) -> Fraction:
+    """Bytes received by all ranks together; an all-reduce counts as reduce-scatter and all-gather."""
+    size = len(logs)
+    received = {**RECEIVED, "all_reduce": lambda p: 2 * Fraction(p - 1, p)}
+    return sum((received[op](size) * count for log in logs for op, count in log[phase].items()), Fraction(0))

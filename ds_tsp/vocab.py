@@ -1,0 +1,358 @@
+"""The two ends of the model over a vocabulary cut into P slices: embedding, head and cross-entropy.
+
+Embedding: owner-computes, rows go to the ranks that ask. Head: its slices travel like those of an MLP, O = f(AB)C again,
+and logits exist only for local tokens, one slice and one tile of rows at a time. Source: METP, doi 10.1631/FITEE.2400602.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .comm import Ring, all_gather_rows, hop
+from .layout import BlockCut, WeightCut, accumulate_dtype
+from .mesh import Mesh
+
+IGNORE_INDEX = -100  # Hugging Face's and torch's label of a token that does not count
+TILE_ELEMENTS = 2**23  # logits of one tile: 32 MiB in fp32
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """Who asked for which rows: `ids` of every rank sorted by owner, `order` of the own tokens, `counts[asker][owner]`."""
+
+    ids: Tensor
+    order: Tensor
+    counts: list[list[int]]
+
+    def asked(self, asker: int, owner: int) -> slice:
+        start = sum(self.counts[asker][:owner])
+        return slice(start, start + self.counts[asker][owner])
+
+
+def _routes(ids: Tensor, cut: WeightCut, mesh: Mesh) -> _Routes:
+    everyones = all_gather_rows(ids, mesh)
+    inner = torch.tensor(cut.bounds[1:-1], device=ids.device)
+    owner = torch.bucketize(everyones, inner, right=True)
+    counts = torch.stack([(owner == j).sum(1) for j in range(mesh.size)], dim=1)
+    order = owner.argsort(dim=1, stable=True)
+    return _Routes(everyones.gather(1, order), order[mesh.rank], counts.tolist())
+
+
+class _Embed(torch.autograd.Function):
+    """Rows of the embedding for local tokens.
+
+    Shapes: ids [n], weight [v, D] -> [n, D]. Sharded over: tokens and rows of the vocabulary.
+    Communication per rank: the ids, P n integers; then each row that another rank owns, at most n D elements, in P-1
+    exchanges of at most n rows, so that no rank ever holds the rows of all tokens. Backward: their gradients back.
+    Gradient: complete for the own rows, summed in fp32 where the weight is half precision; reduce it over dp only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, cut: WeightCut, mesh: Mesh, padding_idx: int | None) -> Tensor:
+        routes, me = _routes(ids, cut, mesh), mesh.rank
+        out = weight.new_empty(ids.numel(), weight.shape[1])
+        for distance in range(mesh.size):
+            asker, owner = (me + distance) % mesh.size, (me - distance) % mesh.size
+            rows = weight[routes.ids[asker, routes.asked(asker, me)] - cut.bounds[me]]
+            mine = routes.asked(me, owner)
+            out[routes.order[mine]] = hop(rows, (mine.stop - mine.start, weight.shape[1]), mesh, distance).wait()
+        ctx.routes, ctx.cut, ctx.mesh, ctx.padding_idx = routes, cut, mesh, padding_idx
+        ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+        routes, mesh, me = ctx.routes, ctx.mesh, ctx.mesh.rank
+        dweight = dout.new_zeros(ctx.rows, dout.shape[1], dtype=accumulate_dtype(ctx.dtype))
+        for distance in range(mesh.size):
+            owner, asker = (me + distance) % mesh.size, (me - distance) % mesh.size
+            theirs = routes.asked(asker, me)
+            rows = dout[routes.order[routes.asked(me, owner)]]
+            arrived = hop(rows, (theirs.stop - theirs.start, dout.shape[1]), mesh, distance).wait()
+            ids = routes.ids[asker, theirs]
+            if ctx.padding_idx is not None:
+                arrived = arrived.masked_fill((ids == ctx.padding_idx)[:, None], 0)
+            dweight.index_add_(0, ids - ctx.cut.bounds[me], arrived.to(dweight.dtype))
+        return None, dweight.to(ctx.dtype), None, None, None
+
+
+class ShardedEmbedding(nn.Embedding):
+    """nn.Embedding of which this rank holds a slice of the rows. A family's own embedding class stays in front of it."""
+
+    tsp_mesh: Mesh
+
+    def forward(self, input: Tensor) -> Tensor:
+        cut: WeightCut = self.weight.tsp_cut  # type: ignore[assignment]
+        rows = _Embed.apply(input.flatten(), self.weight, cut, self.tsp_mesh, self.padding_idx)
+        return rows.view(*input.shape, -1)
+
+
+@dataclass(frozen=True)
+class LossRequest:
+    """What the head is to compute instead of logits: cross-entropy of `targets` [n], summed over those not ignored."""
+
+    targets: Tensor
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    label_smoothing: float = 0.0
+
+
+class LazyLogits:
+    """Stands for the logits while the model's own code scales, caps or casts them; records what it does.
+
+    The loss applies the record to one tile of logits at a time. What is not elementwise is refused.
+    """
+
+    def __init__(self, hidden: Tensor, head: ShardedHead, steps: tuple[Callable[[Tensor], Tensor], ...] = ()):
+        self.hidden, self.head, self.steps = hidden, head, steps
+        self.shape = torch.Size([*hidden.shape[:-1], head.out_features])
+        self.dtype, self.device = hidden.dtype, hidden.device
+
+    def _then(self, step: Callable[[Tensor], Tensor]) -> LazyLogits:
+        return LazyLogits(self.hidden, self.head, (*self.steps, step))
+
+    def __mul__(self, other: Any) -> LazyLogits:
+        return self._then(lambda z: z * _scalar(other))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> LazyLogits:
+        return self._then(lambda z: z / _scalar(other))
+
+    def float(self) -> LazyLogits:
+        return self._then(lambda z: z.float())
+
+    def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
+        return self._then(lambda z: z.to(*args, **kwargs))
+
+    def tanh(self) -> LazyLogits:
+        return self._then(torch.tanh)
+
+    def contiguous(self) -> LazyLogits:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.tanh, torch.mul, torch.div) or not isinstance(args[0], cls) or kwargs:
+            raise _not_elementwise(getattr(func, "__name__", str(func)))
+        rest = tuple(_scalar(x) for x in args[1:])
+        return args[0]._then(lambda z: func(z, *rest))
+
+    def __getattr__(self, name: str) -> Any:
+        raise _not_elementwise(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _not_elementwise("indexing")
+
+    __setitem__ = __getitem__  # type: ignore[assignment]
+
+    def local(self) -> Tensor:
+        """The local logits after all, [B, s, V]."""
+        z = nn.Module.__call__(self.head, self.hidden)
+        for step in self.steps:
+            z = step(z)
+        return z
+
+    def loss(self, targets: Tensor, label_smoothing: float) -> Tensor:
+        """Cross-entropy summed over the local tokens; see `_RingCrossEntropy`."""
+        return nn.Module.__call__(self.head, self.hidden, LossRequest(targets.flatten(), self.steps, label_smoothing))
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise _not_elementwise(f"a factor of shape {tuple(value.shape)}")
+    return value
+
+
+def _not_elementwise(what: str) -> AttributeError:
+    return AttributeError(
+        f"the model asked its logits for {what}, but with a sharded vocabulary they exist only slice by slice and can be "
+        'scaled, capped by tanh and cast; set "shard_vocab": false in the "tsp" section'
+    )
+
+
+class ShardedHead(nn.Linear):
+    """The output layer of which this rank holds a slice of the rows (the vocabulary)."""
+
+    tsp_state: Any  # .mesh, and .batch with the shift_labels of the forward that is running
+    tsp_ring: Ring
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # While the model computes its loss the logits stay unborn; the weight is needed, and under ZeRO-3 fetched, later.
+        batch = self.tsp_state.batch
+        if batch is not None and batch.shift_labels is not None:
+            return LazyLogits(args[0] if args else kwargs["input"], self)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, input: Tensor, request: LossRequest | None = None) -> Tensor:
+        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        if request is None:
+            return _RingLinear.apply(self.tsp_ring, input, *parameters)
+        return _RingCrossEntropy.apply(self.tsp_ring, request, input, *parameters)
+
+
+def head_ring(head: nn.Linear, mesh: Mesh) -> Ring:
+    """How the slices of the output layer travel; its parameters are cut already."""
+    cuts: list[WeightCut] = [p.tsp_cut for p in head.parameters(recurse=False)]  # type: ignore[misc]
+    return Ring(BlockCut(tuple(cuts), mesh.size, mesh.size), mesh)
+
+
+def _bounds(ring: Ring, j: int) -> tuple[int, int]:
+    bounds = ring.cut.weights[0].bounds
+    return bounds[j], bounds[j + 1]
+
+
+class _RingLinear(torch.autograd.Function):
+    """Whole logits of the local tokens, when the caller wants them.
+
+    Shapes: x [B, s, D], weight [v, D] -> [B, s, V]. Communication per rank: forward P-1 hops of the weight, backward
+    P-1 hops of the weight and P of dW. Gradient: dW arrives summed over the axis; reduce it over dp only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, x: Tensor, *parameters: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], ring.cut.weights[0].bounds[-1])
+        for (j,), (own,) in ring.travel(list(parameters)):
+            low, high = _bounds(ring, j)
+            out[..., low:high] = F.linear(x, *own)
+        ctx.ring = ring
+        ctx.save_for_backward(x, *parameters)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+        ring, (x, *parameters) = ctx.ring, ctx.saved_tensors
+        rows = x.flatten(0, -2)
+        dx, home = _Accumulator(rows), ring.homeward(range(len(parameters)))
+        for (j,), (own,) in ring.travel(parameters):
+            low, high = _bounds(ring, j)
+            dz = dout[..., low:high].flatten(0, -2)
+            dx.add(slice(None), dz, own[0])
+            home.add((j,), [[dz.mT @ rows, dz.sum(0)][: len(own)]])
+        return None, dx.total.to(x.dtype).view_as(x), *(g.to(x.dtype) for g in home.finish())
+
+
+class _Accumulator:
+    """dx [n, D], summed over slices of the vocabulary in fp32 where x is half precision."""
+
+    def __init__(self, rows: Tensor):
+        self.total = rows.new_zeros(rows.shape, dtype=accumulate_dtype(rows.dtype))
+
+    def add(self, tile: slice, dz: Tensor, weight: Tensor) -> None:
+        self.total[tile] += dz @ weight
+
+
+class _RingCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of the local tokens, summed; the slices of the head travel, whole logits never exist.
+
+    With z = steps(x W^T + b): loss = sum over valid tokens of lse(z) - (1 - a) z_target - a mean(z), a the smoothing.
+
+    Shapes: x [B, s, D], weight [v, D], targets [B s] -> scalar in fp32 (fp64 for fp64).
+    Live logits: [row tile, V/P], `TILE_ELEMENTS` at most (one row at least).
+    Communication per rank: forward P-1 hops of the weight, backward P-1 hops of the weight and P of dW.
+    Saved: x, the own slice, lse. Gradient: dW arrives summed over the axis; reduce it over dp only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, request: LossRequest, x: Tensor, *parameters: Tensor) -> Tensor:
+        rows, a = x.flatten(0, -2), request.label_smoothing
+        dtype, n = accumulate_dtype(x.dtype), rows.shape[0]
+        highest = rows.new_full((n,), -torch.inf, dtype=dtype)
+        total, at_target, summed = (rows.new_zeros(n, dtype=dtype) for _ in range(3))
+        for (j,), (own,) in ring.travel(list(parameters)):
+            low, high = _bounds(ring, j)
+            inside, column = _columns(request.targets, low, high)
+            for tile in _tiles(n, high - low):
+                z = _logits(rows[tile], own, request).to(dtype)
+                at_target[tile] += z.gather(1, column[tile, None])[:, 0].where(inside[tile], 0)
+                if a:
+                    summed[tile] += z.sum(1)
+                now = torch.maximum(highest[tile], z.amax(1))
+                total[tile] = total[tile] * (highest[tile] - now).exp() + (z - now[:, None]).exp_().sum(1)
+                highest[tile] = now
+        lse = highest + total.log()
+        valid = request.targets != IGNORE_INDEX
+        loss = (lse - (1 - a) * at_target - a / ring.cut.weights[0].bounds[-1] * summed).where(valid, 0).sum()
+        ctx.ring, ctx.request = ring, request
+        ctx.save_for_backward(x, lse, *parameters)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor):  # type: ignore[override]
+        ring, request, a = ctx.ring, ctx.request, ctx.request.label_smoothing
+        x, lse, *parameters = ctx.saved_tensors
+        rows, size = x.flatten(0, -2), ring.cut.weights[0].bounds[-1]
+        weight = torch.where(request.targets != IGNORE_INDEX, dloss, 0)[:, None]
+        which = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need]
+        dx, home = _Accumulator(rows), ring.homeward(which) if which else None
+        for (j,), (own,) in ring.travel(parameters):
+            low, high = _bounds(ring, j)
+            inside, column = _columns(request.targets, low, high)
+            sums = [torch.zeros_like(p, dtype=lse.dtype) for p in own]
+            for tile in _tiles(rows.shape[0], high - low):
+                with torch.enable_grad():
+                    z = _linear(rows[tile], own).requires_grad_()
+                    capped = _after(z, request)
+                grad = (capped.detach().to(lse.dtype) - lse[tile, None]).exp_()
+                share = torch.where(inside[tile], a - 1.0, 0.0).to(grad.dtype)
+                grad.scatter_add_(1, column[tile, None], share[:, None]).sub_(a / size).mul_(weight[tile])
+                dz = torch.autograd.grad(capped, z, grad.to(capped.dtype))[0] if request.steps else grad.to(z.dtype)
+                dx.add(tile, dz, own[0])
+                sums[0] += dz.mT @ rows[tile]
+                if len(sums) > 1:
+                    sums[1] += dz.sum(0)
+            if home is not None:
+                home.add((j,), [[sums[i] for i in which]])
+        grads: list[Tensor | None] = [None] * len(parameters)
+        if home is not None:
+            for i, grad in zip(which, home.finish(), strict=True):
+                grads[i] = grad.to(parameters[i].dtype)
+        return None, None, dx.total.to(x.dtype).view_as(x), *grads
+
+
+def _linear(rows: Tensor, own: list[Tensor]) -> Tensor:
+    return F.linear(rows.detach(), *(p.detach() for p in own))
+
+
+def _after(z: Tensor, request: LossRequest) -> Tensor:
+    return functools.reduce(lambda value, step: step(value), request.steps, z)
+
+
+def _logits(rows: Tensor, own: list[Tensor], request: LossRequest) -> Tensor:
+    return _after(_linear(rows, own), request)
+
+
+def _columns(targets: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Which targets lie in a slice, and in which of its columns (any, where they do not)."""
+    return (targets >= low) & (targets < high), (targets - low).clamp(0, high - low - 1)
+
+
+def _tiles(rows: int, width: int) -> Iterator[slice]:
+    height = max(1, TILE_ELEMENTS // width)
+    return (slice(start, min(start + height, rows)) for start in range(0, rows, height))
+
+
+@functools.cache
+def sharded_class(original: type[nn.Module], sharded: type[nn.Module]) -> type[nn.Module]:
+    """`original` with the plain layer under it replaced by `sharded`: its own forward still comes first."""
+    bases = (sharded,) if issubclass(sharded, original) else (original, sharded)
+    return type(f"Sharded{original.__name__}", bases, {"__module__": original.__module__})
+
+
+def refusal(embedding: Any, head: Any, size: int) -> str:
+    """Why these two layers cannot be cut by the vocabulary, or ''."""
+    if not isinstance(embedding, nn.Embedding):
+        return f"the input embedding is a {type(embedding).__name__}, not an nn.Embedding"
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(embedding, option):
+            return f"the input embedding has {option}={getattr(embedding, option)}"
+    if head is not None and (not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward):
+        return f"the output layer is a {type(head).__name__}, not an nn.Linear"
+    rows = min(m.weight.shape[0] for m in (embedding, head) if m is not None)
+    return f"a vocabulary of {rows} has no row for some of {size} ranks" if rows < size else ""
