@@ -14,13 +14,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from . import vocab
 from .attention import INTERFACE, AttentionCore, attention_interface
 from .blocks import plan_model
 from .comm import broadcast_from_first
 from .config import TSPConfig
-from .fold import fold_class
+from .fold import FoldedConv1D, fold_class
 from .layout import WeightCut, cut_bounds
 from .mesh import Mesh
 from .model import ModelState, loss_function, model_class
@@ -52,6 +53,8 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
         block.tsp_fold, block.tsp_core = plan, plan.core
         for cut, (owner, leaf) in zip(plan.transport.cut.weights, plan.sharded, strict=True):
             _shard_parameter(getattr(owner, leaf), cut, mesh)
+            if isinstance(owner, Conv1D):
+                owner.__class__ = FoldedConv1D
     for name, module in model.named_modules():
         if not hasattr(module, "tsp_core") and (hasattr(module, "is_causal") or "Attention" in type(module).__name__):
             module.tsp_core = AttentionCore(mesh, config.kernel, name)  # type: ignore[assignment]

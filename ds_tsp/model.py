@@ -60,7 +60,7 @@ def loss_function(model: Any) -> Callable[..., Tensor]:
 
     def loss(logits: Tensor | LazyLogits, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
         state.loss_taken = True
-        if kind not in _CAUSAL_LOSSES:
+        if kind not in (None, *_CAUSAL_LOSSES):  # None: transformers takes the causal one
             raise ValueError(f"{type(model).__name__} has a loss of type {kind}; TSP computes next-token losses only. "
                              "Call it without labels and compute the loss from the outputs")  # fmt: skip
         items = kwargs.pop("num_items_in_batch", None)

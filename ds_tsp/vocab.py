@@ -300,7 +300,7 @@ class _RingCrossEntropy(torch.autograd.Function):
                     z = _linear(rows[tile], own).requires_grad_()
                     capped = _after(z, request)
                 grad = (capped.detach().to(lse.dtype) - lse[tile, None]).exp_()
-                share = torch.where(inside[tile], a - 1.0, 0.0).to(grad.dtype)
+                share = inside[tile].to(grad.dtype) * (a - 1)
                 grad.scatter_add_(1, column[tile, None], share[:, None]).sub_(a / size).mul_(weight[tile])
                 dz = torch.autograd.grad(capped, z, grad.to(capped.dtype))[0] if request.steps else grad.to(z.dtype)
                 dx.add(tile, dz, own[0])

@@ -37,6 +37,7 @@ def tiny(family: str, **sizes: Any) -> PreTrainedModel:
     """A random model, the same on every call with the same arguments; reference attention is transformers' eager one."""
     torch.manual_seed(7)
     config = AutoConfig.for_model(family, **{**_SIZES, **_OWN.get(family, {}), **sizes})
+    config._experts_implementation = "eager"  # the grouped kernel has no fp64
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms start at constants: make every one tell

@@ -47,8 +47,9 @@ def gradient_job() -> list[float]:
     for case in bench.cases(args.sizes):
         work = bench.build(case, args, "model", torch.float32, axes.get(case.size))
         if work is not None:
-            work.backward(work.forward())
-            found.append(work.module.get_parameter("model.layers.0.input_layernorm.weight").grad.abs().max().item())
+            module, forward, backward = work
+            backward(forward())
+            found.append(module.get_parameter("model.layers.0.input_layernorm.weight").grad.abs().max().item())
     return found
 
 

@@ -150,7 +150,7 @@ CASES = [
 SHAPES = [(rows, keys, window) for rows, keys in ((7, 7), (5, 12), (1, 9), (1, 1)) for window in (None, 1, 3, 99)]
 
 
-@pytest.mark.parametrize("heads, head_dim", [((4, 1), 8), ((4, 2), 20), ((4, 4), 8), ((6, 2), 20)])
+@pytest.mark.parametrize("heads, head_dim", [((4, 1), 8), ((4, 4), 8), ((6, 2), 20)])
 @pytest.mark.parametrize("name, softcap, tile", CASES)
 def test_equals_attention_spelled_out(flash_attn, name, softcap, tile, heads, head_dim):
     kernel = KERNELS[name]
@@ -181,9 +181,9 @@ def test_any_tiling_of_any_shape(name, rows, before, window, tile, heads, seed):
     assert_close(both(q, k, v, dout, spec, kernel), naive(q, k, v, spec, dout))
 
 
-@pytest.mark.parametrize("name, window", [("reference", None), ("reference", 130), ("sdpa", 130), ("sdpa", None)])
+@pytest.mark.parametrize("name, window", [("reference", None), ("reference", 60), ("sdpa", 60), ("sdpa", None)])
 def test_own_tiles_across_their_edges(name, window):
-    q, k, v, dout = qkv_dout(523, 601, (2, 1), 8, batch=1)
+    q, k, v, dout = qkv_dout(271, 333, (2, 1), 8, batch=1)
     spec = AttentionSpec(0.4, window)
     assert_close(both(q, k, v, dout, spec, KERNELS[name]), naive(q, k, v, spec, dout))
 
