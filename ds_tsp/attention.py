@@ -146,7 +146,7 @@ class _Attend(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dsinks = None
         if sinks is not None:
@@ -177,8 +177,10 @@ def attention_interface(
     """
     core: AttentionCore | None = getattr(module, "tsp_core", None)
     if core is None:
-        raise ValueError(f"{type(module).__name__} attends over a sharded sequence, but ds_tsp did not recognise it as an "
-                         "attention module; its model cannot be used with TSP")  # fmt: skip
+        raise ValueError(
+            f"{type(module).__name__} attends over a sharded sequence, but ds_tsp did not recognise it as an attention "
+            "module; its model cannot be used with TSP"
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = causal and getattr(getattr(module, "config", None), "is_causal", True) is not False
     refused = [f"{name} was given" for name in _REFUSED if kwargs.get(name) is not None]

@@ -1,4 +1,5 @@
-"""Which blocks of a Hugging Face model are folded, and how: read from its tensor-parallel plan, checked, told as data."""
+"""Which blocks of a Hugging Face model are folded, and how: read from its tensor-parallel plan, checked, told as
+data."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def plan_model(model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> dict[st
             plans[name] = _plan_block(block, name, styles, config, mesh)
         except CannotFold as why:
             raise ValueError(
-                f"{name} ({type(block).__name__}) cannot be folded because {why}; to leave it whole, give tsp.plan with "
-                f"the linear layers of the other blocks only, {_EXAMPLE}"
+                f"{name} ({type(block).__name__}) cannot be folded because {why}; to leave it whole, give tsp.plan "
+                f"with the linear layers of the other blocks only, {_EXAMPLE}"
             ) from None
     return plans
 
@@ -167,8 +168,8 @@ def _shared_slots(block: nn.Module, cut: tuple[Slot, ...], last: nn.Module, atte
                 continue
             if not attention or tuple(parameter.shape) != (head,):
                 raise CannotFold(
-                    f"{owner_name or leaf} has a parameter of shape {tuple(parameter.shape)} that the plan does not cut, "
-                    f"and every term would need it whole"
+                    f"{owner_name or leaf} has a parameter of shape {tuple(parameter.shape)} that the plan does not "
+                    "cut, and every term would need it whole"
                 )
             shared.append((owner, leaf))
     return tuple(shared)

@@ -117,7 +117,17 @@ class Broadcast(Transport):
         return flights
 
     def homeward(self, which: Sequence[int]) -> Homeward:
-        return _ReduceHome(self, which)
+        return (_ReduceHome if self.mesh.size > 1 else _AtHome)(self, which)
+
+
+class _AtHome(Homeward):
+    """One rank: the only term's dW is the sum already, so it is neither copied nor cast."""
+
+    def add(self, members: Sequence[int], grads: Sequence[Slice]) -> None:
+        self.own = grads[0]
+
+    def finish(self) -> Slice:
+        return self.own
 
 
 class _ReduceHome(Homeward):
@@ -132,9 +142,8 @@ class _ReduceHome(Homeward):
             flat = self._pack(grad)
             if j == self.mesh.rank:
                 self.own = flat
-            if self.mesh.size > 1:
-                work = dist.reduce(flat, self.mesh.ranks[j], group=self.mesh.group, async_op=True)
-                self.flights.append(InFlight(flat, work))
+            work = dist.reduce(flat, self.mesh.ranks[j], group=self.mesh.group, async_op=True)
+            self.flights.append(InFlight(flat, work))
 
     def _land(self) -> None:
         while self.flights:
@@ -168,7 +177,7 @@ class Ring(Transport):
             flat = ahead.wait() if ahead else None
 
     def homeward(self, which: Sequence[int]) -> Homeward:
-        return _RingHome(self, which)
+        return (_RingHome if self.mesh.size > 1 else _AtHome)(self, which)
 
 
 class _RingHome(Homeward):

@@ -46,7 +46,8 @@ class TSPConfig(DeepSpeedConfigModel):
     plan: dict[str, Literal["colwise", "rowwise", "replicate"]] | None = None
 
     def __init__(self, /, **data: Any) -> None:
-        # Not DeepSpeedConfigModel's: that drops every "auto" (layout="auto" would pass) and swallows a key named "strict".
+        # Not DeepSpeedConfigModel's: that drops every "auto" (layout="auto" would pass) and swallows a key named
+        # "strict".
         BaseModel.__init__(self, **data)
 
     @field_validator("schedule", mode="before")
@@ -118,7 +119,8 @@ def _read(name: str, source: Any) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    # Containers only: a deepcopy fails on process groups. Plain dicts, since OrderedDicts (base64) compare by order too.
+    # Containers only: a deepcopy fails on process groups. Plain dicts, since OrderedDicts (base64) compare by order
+    # too.
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value

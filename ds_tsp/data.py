@@ -33,8 +33,8 @@ class ShardedBatch:
 
     place: (size, rank, layout) it was cut for. tokens: [B, s], or [B, s, D] embeddings. arguments: the other keyword
     arguments, per-token tensors cut to [B, s, ...]. shift_labels: the label each local token predicts, [B, s], or None.
-    mask: the encoded `documents`, or None. facts: int64 [len(_FACTS)], where the batch lies. problem: what is wrong with
-    the batch whatever its values.
+    mask: the encoded `documents`, or None. facts: int64 [len(_FACTS)], where the batch lies. problem: what is wrong
+    with the batch whatever its values.
     """
 
     place: tuple[int, int, str]
@@ -95,9 +95,9 @@ def cut(arguments: dict[str, Any], mesh: Mesh) -> ShardedBatch:
 def shard_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """A full batch, cut early: for loaders that need not keep S tokens on every rank.
 
-    `mesh` is ``engine.tsp``. Returns this rank's tensors, [B, s, ...], and under `MARK` what ``engine(**batch)`` needs to
-    recognise them; a batch that was cut already comes back as it is. Every rank of the TSP group passes the same batch.
-    Raises ValueError if the batch was cut for another place.
+    `mesh` is ``engine.tsp``. Returns this rank's tensors, [B, s, ...], and under `MARK` what ``engine(**batch)`` needs
+    to recognise them; a batch that was cut already comes back as it is. Every rank of the TSP group passes the same
+    batch. Raises ValueError if the batch was cut for another place.
     """
     if MARK in batch:
         _check_place(batch[MARK], mesh)
@@ -218,7 +218,8 @@ def _structure(arguments: dict[str, Any]) -> int:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A position-dependent checksum that costs one pass: int64 arithmetic wraps around, equal input gives equal sums."""
+    """A position-dependent checksum that costs one pass: int64 arithmetic wraps around, equal input gives equal
+    sums."""
     flat = tensor.detach().flatten()
     values = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
     weights = torch.arange(1, 2 * values.numel(), 2, device=flat.device)
@@ -268,8 +269,8 @@ def _check_values(facts: dict[str, int], vocabulary: int) -> None:
         )
     if facts["pad_labels"]:
         raise ValueError(
-            f"{facts['pad_labels']} labels are predicted from padded tokens; set the labels of padding, and that of the "
-            f"first real token after padding, to {IGNORE_INDEX}"
+            f"{facts['pad_labels']} labels are predicted from padded tokens; set the labels of padding, and that of "
+            f"the first real token after padding, to {IGNORE_INDEX}"
         )
 
 
@@ -285,7 +286,7 @@ class _Gather(torch.autograd.Function):
         return gather_sequence(x, sequence, mesh)[:, : sequence.length].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor):
         sequence: SequenceLayout = ctx.sequence
         index = sequence.positions(ctx.mesh.rank).to(grad.device)
         padded = torch.nn.functional.pad(grad.movedim(1, -1), (0, sequence.padded - sequence.length)).movedim(-1, 1)
@@ -298,5 +299,5 @@ class _GlobalSum(torch.autograd.Function):
         return all_reduce(local, mesh.group, mesh.size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor):
         return grad, None

@@ -57,7 +57,9 @@ def encode(first: Tensor, padded: int) -> Tensor | None:
         rows, names = rows[:1], [ALL_ROWS]
     else:
         names = list(range(len(rows)))
-    found = [(r, a, b) for r, row in zip(names, rows, strict=True) for a, b in zip(row, [*row[1:], padded], strict=True)]
+    found = [
+        (r, a, b) for r, row in zip(names, rows, strict=True) for a, b in zip(row, [*row[1:], padded], strict=True)
+    ]
     return torch.tensor(found, dtype=torch.int32)[None, None]
 
 
@@ -72,7 +74,7 @@ def is_encoded(mask: object) -> bool:
 
 def decode(mask: Tensor | None, padded: int) -> tuple[Document, ...]:
     """The documents again; without a mask, one."""
-    return ((ALL_ROWS, 0, padded),) if mask is None else tuple(map(tuple, mask[0, 0].tolist()))  # type: ignore[arg-type]
+    return ((ALL_ROWS, 0, padded),) if mask is None else tuple(map(tuple, mask[0, 0].tolist()))
 
 
 def blocks(documents: Sequence[Document], run: tuple[int, int], window: int | None,

@@ -38,9 +38,9 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Fold `model`, an unmodified Hugging Face model, and return what ``deepspeed.initialize`` returns.
 
-    Arguments and return value: those of ``deepspeed.initialize``; `config` has a ``"tsp"`` section. `model` is changed in
-    place. ``engine.tsp`` is the `Mesh`. ``engine(**batch)`` takes the full batch, the same on every rank of a TSP group,
-    and returns the loss of the group's whole batch.
+    Arguments and return value: those of ``deepspeed.initialize``; `config` has a ``"tsp"`` section. `model` is changed
+    in place. ``engine.tsp`` is the `Mesh`. ``engine(**batch)`` takes the full batch, the same on every rank of a TSP
+    group, and returns the loss of the group's whole batch.
     Raises ValueError before anything is changed: config that does not fit the world, model that cannot be folded,
     `mpu` or `mesh_param` given (the TSP axis is DeepSpeed's model-parallel axis).
     """

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
 from transformers.pytorch_utils import Conv1D
 
 from .attention import AttentionCore
@@ -70,7 +69,7 @@ class _LastGemm(torch.autograd.Function):
         return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         flat = dy.flatten(0, -2)
@@ -94,7 +93,7 @@ def _last_gemm_skipped(rowwise: nn.Linear) -> Iterator[None]:
         weight = rowwise.weight.mT if isinstance(rowwise, Conv1D) else rowwise.weight
         return _LastGemm.apply(x, weight, rowwise.bias)
 
-    rowwise.forward = forward  # type: ignore[method-assign]
+    rowwise.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -118,8 +117,9 @@ def _core_state(core: AttentionCore | None, **state: Any) -> Iterator[None]:
 class _Call:
     """One call of a folded block: its arguments, with the tensors to differentiate taken out of the structure."""
 
-    def __init__(self, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.block, self.original, self.plan = block, original, block.tsp_fold
+    def __init__(self, block: Folded, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.block, self.original = block, original
+        self.plan: FoldPlan = block.tsp_fold
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.grad = torch.is_grad_enabled()
         self.where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and (i == 0 or x.requires_grad)]
@@ -179,7 +179,7 @@ class _Fold(torch.autograd.Function):
         return y if total is None else total.to(y.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor):
         call, plan = ctx.call, ctx.call.plan
         saved = ctx.saved_tensors  # once: checkpointing unpacks each tensor one time only
         tensors, tape = saved[: ctx.n_saved], saved[ctx.n_saved :]
@@ -195,10 +195,13 @@ class _Fold(torch.autograd.Function):
         whole = [(i, x) for i, x in enumerate([*inputs, *sharded, *shared, *once]) if needs[i]]
         whole = [(i, x) for i, x in whole if not n_inputs <= i < n_inputs + len(sharded)]
         first_once = len(needs) - len(once)
+        one_term = len(plan.transport.terms()) == 1  # nothing is summed: no fp32 copies
         enabled, dtype = ctx.autocast
         nothing = [torch.zeros_like(x) for x in once]
         for t, (members, slices) in enumerate(plan.transport.travel([x.detach() for x in sharded])):
-            leaves = [[x.detach().requires_grad_(need) for x, need in zip(s, need_sharded, strict=True)] for s in slices]
+            leaves = [
+                [x.detach().requires_grad_(need) for x, need in zip(s, need_sharded, strict=True)] for s in slices
+            ]
             targets = [(i, x) for i, x in whole if t == 0 or i < first_once]
             pair = tuple(tape[2 * t : 2 * t + 2]) or None
             autocast = torch.autocast(dy.device.type, dtype=dtype) if enabled else nullcontext()
@@ -210,7 +213,9 @@ class _Fold(torch.autograd.Function):
             del y, weights
             for (i, x), grad in zip(targets, grads[: len(targets)], strict=True):
                 # Not in place: autograd may hand one tensor out as the gradient of two inputs.
-                sums[i] = grad.to(accumulate_dtype(x.dtype)) if sums[i] is None else sums[i] + grad
+                before = sums[i]
+                first = grad if one_term else grad.to(accumulate_dtype(x.dtype))
+                sums[i] = first if before is None else before + grad
             if home is not None:
                 dw = grads[len(targets) :]
                 home.add(members, [list(dw[j : j + len(which)]) for j in range(0, len(dw), len(which))])
@@ -229,8 +234,8 @@ def _split(plan: FoldPlan, tensors: Sequence[Tensor], n_inputs: int) -> tuple[li
 
 
 class Folded(nn.Module):
-    """Mixin of every folded block. The block's class is ``class Folded<Original>(Folded, Original)``, so parameter names
-    and ``isinstance`` survive; ``tsp_fold`` holds the `FoldPlan`.
+    """Mixin of every folded block. The block's class is ``class Folded<Original>(Folded, Original)``, so parameter
+    names and ``isinstance`` survive; ``tsp_fold`` holds the `FoldPlan`.
     """
 
     tsp_original: type[nn.Module]
@@ -249,7 +254,7 @@ class Folded(nn.Module):
 
 
 @functools.cache
-def fold_class(original: type[nn.Module]) -> type[nn.Module]:
+def fold_class(original: Any) -> Any:
     """The folded class of `original`; always the same one."""
     first = list(inspect.signature(original.forward).parameters)[1]
     return type(f"Folded{original.__name__}", (Folded, original),

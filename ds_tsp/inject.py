@@ -1,4 +1,5 @@
-"""Turns a Hugging Face model into its folded self, in place: class swap of blocks, parameters cut to this rank's slices.
+"""Turns a Hugging Face model into its folded self, in place: class swap of blocks, parameters cut to this rank's
+slices.
 
 Nothing outside the model changes, but for one new name in transformers' attention interface.
 """
@@ -49,7 +50,8 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
     folded.tsp_state = ModelState.of(model, config, mesh)
     for name, plan in plans.items():
         block: Any = model.get_submodule(name)
-        block.__class__ = fold_class(type(block))
+        kind: Any = type(block)
+        block.__class__ = fold_class(kind)
         block.tsp_fold, block.tsp_core = plan, plan.core
         for cut, (owner, leaf) in zip(plan.transport.cut.weights, plan.sharded, strict=True):
             _shard_parameter(getattr(owner, leaf), cut, mesh)
@@ -57,12 +59,13 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
                 owner.__class__ = FoldedConv1D
     for name, module in model.named_modules():
         if not hasattr(module, "tsp_core") and (hasattr(module, "is_causal") or "Attention" in type(module).__name__):
-            module.tsp_core = AttentionCore(mesh, config.kernel, name)  # type: ignore[assignment]
+            module.tsp_core = AttentionCore(mesh, config.kernel, name)
     if config.shard_vocab:
         _shard_vocabulary(folded, mesh)
     _follow_longest_position(folded)
     folded.loss_function = loss_function(model)
-    folded.__class__ = model_class(type(model))
+    kind = type(model)
+    folded.__class__ = model_class(kind)
     return sorted({type(model.get_submodule(name)) for name in plans}, key=lambda c: c.__name__)
 
 
@@ -124,12 +127,14 @@ def _shard_vocabulary(model: Any, mesh: Mesh) -> None:
             if not hasattr(parameter, "tsp_cut"):
                 cut = WeightCut(tuple(parameter.shape), 0, cut_bounds(parameter.shape[0], mesh.size))
                 _shard_parameter(parameter, cut, mesh)
-    embedding.__class__ = vocab.sharded_class(type(embedding), vocab.ShardedEmbedding)
+    kind: Any = type(embedding)
+    embedding.__class__ = vocab.sharded_class(kind, vocab.ShardedEmbedding)
     embedding.tsp_mesh = mesh
     if head is not None:
         head.tsp_ring = vocab.head_ring(head, mesh)
         head.tsp_state = model.tsp_state
-        head.__class__ = vocab.sharded_class(type(head), vocab.ShardedHead)
+        kind = type(head)
+        head.__class__ = vocab.sharded_class(kind, vocab.ShardedHead)
 
 
 def _follow_longest_position(model: Any) -> None:
@@ -138,8 +143,9 @@ def _follow_longest_position(model: Any) -> None:
         kinds = getattr(module, "rope_type", None)
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         if kinds & {"dynamic", "longrope"}:
+            kind: Any = type(module)
             module.tsp_state = model.tsp_state
-            module.__class__ = _rotary_class(type(module))
+            module.__class__ = _rotary_class(kind)
 
 
 @functools.cache

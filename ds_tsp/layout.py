@@ -1,7 +1,8 @@
 """Who owns which tokens and which slices of a weight: pure arithmetic, no processes.
 
 Letters (capital: global, lower case: one rank's part): B batch, S sequence, D model width, H query heads, K kv heads,
-E head width, F ffn width, V vocabulary, P TSP size. A chunk is a run of c tokens; a term is one summand of a folded block.
+E head width, F ffn width, V vocabulary, P TSP size. A chunk is a run of c tokens; a term is one summand of a folded
+block.
 """
 
 from __future__ import annotations

@@ -56,12 +56,13 @@ class TokenCountingLoader(_Around):
         self.accumulation = accumulation
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        batches = iter(self.loader)
+        # Not iter(): DeepSpeed's loader is its own iterator, and starts anew whenever somebody asks for one.
+        batches = (batch for batch in self.loader)
         while window := list(itertools.islice(batches, self.accumulation)):
             if len(window) < self.accumulation:
                 raise ValueError(
-                    f'"loss_average": "token" needs epochs of whole optimizer steps: this one ends with {len(window)} of '
-                    f"{self.accumulation} micro-batches; drop the rest (a sampler or dataset of a multiple), or use "
+                    f'"loss_average": "token" needs epochs of whole optimizer steps: this one ends with {len(window)} '
+                    f"of {self.accumulation} micro-batches; drop the rest (a sampler or dataset of a multiple), or use "
                     '"loss_average": "batch"'
                 )
             items = self._items(window)

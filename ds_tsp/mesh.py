@@ -39,7 +39,9 @@ class Mesh:
         tsp_axes = [tuple(range(start, start + size)) for start in range(0, world, size)]
         dp_axes = [tuple(range(start, world, size)) for start in range(size)]
         # new_group is collective: all ranks make all groups, in one order.
-        groups = {ranks: dist.new_group(list(ranks)) for ranks in (*tsp_axes, *(a for a in dp_axes if a not in tsp_axes))}
+        groups = {
+            ranks: dist.new_group(list(ranks)) for ranks in (*tsp_axes, *(a for a in dp_axes if a not in tsp_axes))
+        }
         tsp, dp = tsp_axes[me // size], dp_axes[me % size]
         return cls(
             size=size,

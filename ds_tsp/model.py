@@ -55,7 +55,8 @@ class ModelState:
 
 
 def loss_function(model: Any) -> Callable[..., Tensor]:
-    """The model's next-token loss over local tokens, divided by the number of valid tokens of the group's whole batch."""
+    """The model's next-token loss over local tokens, divided by the number of valid tokens of the group's whole
+    batch."""
     original, state, kind = model.loss_function, model.tsp_state, getattr(model, "loss_type", None)
 
     def loss(logits: Tensor | LazyLogits, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
@@ -82,8 +83,8 @@ def loss_function(model: Any) -> Callable[..., Tensor]:
 def _items(state: ModelState, training: bool, device: torch.device) -> float | Tensor:
     """What the sum over valid tokens is divided by.
 
-    "batch": the valid tokens of the group's batch, so that DeepSpeed's average over dp ranks and micro-batches is a mean
-    of means, as Hugging Face's. "token": such that this average is the one mean over all tokens.
+    "batch": the valid tokens of the group's batch, so that DeepSpeed's average over dp ranks and micro-batches is a
+    mean of means, as Hugging Face's. "token": such that this average is the one mean over all tokens.
     """
     assert state.agreed is not None
     valid = state.agreed.valid
@@ -91,9 +92,9 @@ def _items(state: ModelState, training: bool, device: torch.device) -> float | T
         return max(valid, 1)
     if state.accumulation > 1:
         raise ValueError(
-            f'"loss_average": "token" with gradient_accumulation_steps={state.accumulation} must know the tokens of all '
-            "micro-batches of a step beforehand: take batches from the loader that ds_tsp.initialize returns and call "
-            "engine(**batch), or pass num_items_in_batch = tokens of the step / (steps x dp ranks)"
+            f'"loss_average": "token" with gradient_accumulation_steps={state.accumulation} must know the tokens of '
+            "all micro-batches of a step beforehand: take batches from the loader that ds_tsp.initialize returns and "
+            "call engine(**batch), or pass num_items_in_batch = tokens of the step / (steps x dp ranks)"
         )
     total = all_reduce(torch.tensor(float(valid), device=device), state.mesh.dp_group, state.mesh.dp_size)
     return (total / state.mesh.dp_size).clamp(min=1 / state.mesh.dp_size)

@@ -1,7 +1,8 @@
 """The two ends of the model over a vocabulary cut into P slices: embedding, head and cross-entropy.
 
-Embedding: owner-computes, rows go to the ranks that ask. Head: its slices travel like those of an MLP, O = f(AB)C again,
-and logits exist only for local tokens, one slice and one tile of rows at a time. Source: METP, doi 10.1631/FITEE.2400602.
+Embedding: owner-computes, rows go to the ranks that ask. Head: its slices travel like those of an MLP, O = f(AB)C
+again, and logits exist only for local tokens, one slice and one tile of rows at a time. Source: METP, doi
+10.1631/FITEE.2400602.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ TILE_ELEMENTS = 2**23  # logits of one tile: 32 MiB in fp32
 
 @dataclass(frozen=True)
 class _Routes:
-    """Who asked for which rows: `ids` of every rank sorted by owner, `order` of the own tokens, `counts[asker][owner]`."""
+    """Who asked for which rows: `ids` of every rank sorted by owner, `order` of the own tokens,
+    `counts[asker][owner]`."""
 
     ids: Tensor
     order: Tensor
@@ -68,7 +70,7 @@ class _Embed(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor):
         routes, mesh, me = ctx.routes, ctx.mesh, ctx.mesh.rank
         dweight = dout.new_zeros(ctx.rows, dout.shape[1], dtype=accumulate_dtype(ctx.dtype))
         for distance in range(mesh.size):
@@ -84,12 +86,14 @@ class _Embed(torch.autograd.Function):
 
 
 class ShardedEmbedding(nn.Embedding):
-    """nn.Embedding of which this rank holds a slice of the rows. A family's own embedding class stays in front of it."""
+    """nn.Embedding of which this rank holds a slice of the rows. A family's own embedding class stays in front of
+    it."""
 
     tsp_mesh: Mesh
 
     def forward(self, input: Tensor) -> Tensor:
-        cut: WeightCut = self.weight.tsp_cut  # type: ignore[assignment]
+        weight: Any = self.weight
+        cut: WeightCut = weight.tsp_cut
         rows = _Embed.apply(input.flatten(), self.weight, cut, self.tsp_mesh, self.padding_idx)
         return rows.view(*input.shape, -1)
 
@@ -125,9 +129,6 @@ class LazyLogits:
     def __truediv__(self, other: Any) -> LazyLogits:
         return self._then(lambda z: z / _scalar(other))
 
-    def float(self) -> LazyLogits:
-        return self._then(lambda z: z.float())
-
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
         return self._then(lambda z: z.to(*args, **kwargs))
 
@@ -150,7 +151,7 @@ class LazyLogits:
     def __getitem__(self, index: Any) -> Any:
         raise _not_elementwise("indexing")
 
-    __setitem__ = __getitem__  # type: ignore[assignment]
+    __setitem__ = __getitem__
 
     def local(self) -> Tensor:
         """The local logits after all, [B, s, V]."""
@@ -163,6 +164,9 @@ class LazyLogits:
         """Cross-entropy summed over the local tokens; see `_RingCrossEntropy`."""
         return nn.Module.__call__(self.head, self.hidden, LossRequest(targets.flatten(), self.steps, label_smoothing))
 
+    def float(self) -> LazyLogits:  # last: it hides the builtin from what follows in the class
+        return self._then(lambda z: z.float())
+
 
 def _scalar(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() != 1:
@@ -172,8 +176,8 @@ def _scalar(value: Any) -> Any:
 
 def _not_elementwise(what: str) -> AttributeError:
     return AttributeError(
-        f"the model asked its logits for {what}, but with a sharded vocabulary they exist only slice by slice and can be "
-        'scaled, capped by tanh and cast; set "shard_vocab": false in the "tsp" section'
+        f"the model asked its logits for {what}, but with a sharded vocabulary they exist only slice by slice and can "
+        'be scaled, capped by tanh and cast; set "shard_vocab": false in the "tsp" section'
     )
 
 
@@ -184,7 +188,8 @@ class ShardedHead(nn.Linear):
     tsp_ring: Ring
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # While the model computes its loss the logits stay unborn; the weight is needed, and under ZeRO-3 fetched, later.
+        # While the model computes its loss the logits stay unborn; the weight is needed, and under ZeRO-3 fetched,
+        # later.
         batch = self.tsp_state.batch
         if batch is not None and batch.shift_labels is not None:
             return LazyLogits(args[0] if args else kwargs["input"], self)
@@ -199,7 +204,7 @@ class ShardedHead(nn.Linear):
 
 def head_ring(head: nn.Linear, mesh: Mesh) -> Ring:
     """How the slices of the output layer travel; its parameters are cut already."""
-    cuts: list[WeightCut] = [p.tsp_cut for p in head.parameters(recurse=False)]  # type: ignore[misc]
+    cuts: list[WeightCut] = [getattr(p, "tsp_cut") for p in head.parameters(recurse=False)]  # noqa: B009
     return Ring(BlockCut(tuple(cuts), mesh.size, mesh.size), mesh)
 
 
@@ -226,7 +231,7 @@ class _RingLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor):
         ring, (x, *parameters) = ctx.ring, ctx.saved_tensors
         rows = x.flatten(0, -2)
         dx, home = _Accumulator(rows), ring.homeward(range(len(parameters)))
@@ -284,7 +289,7 @@ class _RingCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor):
         ring, request, a = ctx.ring, ctx.request, ctx.request.label_smoothing
         x, lse, *parameters = ctx.saved_tensors
         rows, size = x.flatten(0, -2), ring.cut.weights[0].bounds[-1]
@@ -339,7 +344,7 @@ def _tiles(rows: int, width: int) -> Iterator[slice]:
 
 
 @functools.cache
-def sharded_class(original: type[nn.Module], sharded: type[nn.Module]) -> type[nn.Module]:
+def sharded_class(original: Any, sharded: Any) -> Any:
     """`original` with the plain layer under it replaced by `sharded`: its own forward still comes first."""
     bases = (sharded,) if issubclass(sharded, original) else (original, sharded)
     return type(f"Sharded{original.__name__}", bases, {"__module__": original.__module__})

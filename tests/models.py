@@ -1,4 +1,5 @@
-"""Tiny models for the tests: real Hugging Face classes, odd sizes, and a mode in which they compute in fp64 throughout."""
+"""Tiny models for the tests: real Hugging Face classes, odd sizes, and a mode in which they compute in fp64
+throughout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def tiny(family: str, **sizes: Any) -> PreTrainedModel:
-    """A random model, the same on every call with the same arguments; reference attention is transformers' eager one."""
+    """A random model, the same on every call with the same arguments; reference attention is transformers' eager
+    one."""
     torch.manual_seed(7)
     config = AutoConfig.for_model(family, **{**_SIZES, **_OWN.get(family, {}), **sizes})
     config._experts_implementation = "eager"  # the grouped kernel has no fp64

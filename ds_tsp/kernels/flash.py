@@ -32,8 +32,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     """Shapes: as `forward`; dq, dk, dv in the inputs' dtype (the kernel sums them in fp32 and rounds once)."""
     head_dim = q.shape[-1]
     dout, q, k, v, out = _padded(dout, q, k, v, out)
-    # Not empty_like: it copies strides, and the kernel writes a last dim of stride 1.
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     op = _interface()._flash_attn_backward
     # The kernel reads lse as if it were contiguous, whatever its strides.
     op(dout, q, k, v, out, lse.contiguous(), dq, dk, dv, **_arguments(spec), deterministic=False)

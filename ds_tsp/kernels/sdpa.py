@@ -1,7 +1,7 @@
 """torch's own flash kernels: the CPU op, and the CUDA (ROCm) op.
 
-is_causal is used on square blocks only: elsewhere the CPU op aligns it top-left and the CUDA op bottom-right. So a query
-block against a longer key prefix is a full block plus a square causal block, merged by log-sum-exp.
+is_causal is used on square blocks only: elsewhere the CPU op aligns it top-left and the CUDA op bottom-right. So a
+query block against a longer key prefix is a full block plus a square causal block, merged by log-sum-exp.
 
 What the CPU op does that its schema does not say: it reads wrong numbers where the last dim is strided, dies of SIGFPE
 on empty tensors (the front door keeps both away), and gives a row that sees nothing lse 0.0 (no causal row is such).

@@ -20,7 +20,10 @@ LR = 1e-3
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Weight decay by name, as training scripts do it: on matrices, not on norms."""
     decayed = [p for n, p in model.named_parameters() if "norm" not in n]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": [p for n, p in model.named_parameters() if "norm" in n]}]
+    return [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": [p for n, p in model.named_parameters() if "norm" in n]},
+    ]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -88,7 +91,9 @@ def training_job(size: int, stage: int, clip: float, accumulate: int, family: st
     reference = copy.deepcopy(model)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    engine, *_ = ds_tsp.initialize(model=model, optimizer=adamw(model), config=ds_config(size, stage, clip, accumulate, **more))
+    engine, *_ = ds_tsp.initialize(
+        model=model, optimizer=adamw(model), config=ds_config(size, stage, clip, accumulate, **more)
+    )
     expected = train_reference(reference.train(), engine.tsp.dp_size, clip, accumulate)
     got = train_engine(engine, accumulate)
     errors = {

@@ -159,7 +159,7 @@ def test_star_is_one_name() -> None:
         ("qwen3", {"layers.*.self_attn.q_norm": "replicate"},
          "no block of Qwen3ForCausalLM matched the plan {'layers.*.self_attn.q_norm': 'replicate'}"),
         ("llama", {}, "no block of LlamaForCausalLM matched the plan {}"),
-        ("gpt2", None, "GPT2LMHeadModel has no base_model_tp_plan; say in tsp.plan which linear layers are cut, for ex"),
+        ("gpt2", None, "GPT2LMHeadModel has no base_model_tp_plan; say in tsp.plan which linear layers are cut, for "),
     ],
 )  # fmt: skip
 def test_plans_that_match_nothing(family: str, own: dict[str, str] | None, message: str) -> None:

@@ -47,7 +47,11 @@ def test_encoding() -> None:
     assert decode(encode(other, 4), 4) == ((0, 0, 2), (0, 2, 4), (1, 0, 4))
     assert encode(torch.tensor([[True, False]] * 3), 4) is None and decode(None, 4) == ((ALL_ROWS, 0, 4),)
     encoded = encode(same, 6)
-    assert documents.is_encoded(encoded) and not documents.is_encoded(torch.zeros(1, 1, 6, 6)) and not documents.is_encoded(None)
+    assert (
+        documents.is_encoded(encoded)
+        and not documents.is_encoded(torch.zeros(1, 1, 6, 6))
+        and not documents.is_encoded(None)
+    )
 
 
 def test_positions_restart() -> None:
@@ -59,7 +63,8 @@ def test_positions_restart() -> None:
     st.one_of(st.none(), st.integers(1, 9)), st.booleans(),
 )  # fmt: skip
 def test_blocks_are_exactly_what_may_be_seen(size, length, layout, cuts, window, causal) -> None:  # type: ignore[no-untyped-def]
-    """Each query is in one block; its keys there are those of its document, in reach (causal), or all (bidirectional)."""
+    """Each query is in one block; its keys there are those of its document, in reach (causal), or all
+    (bidirectional)."""
     window = window if causal else None
     sequence = SequenceLayout(length, size, layout)
     edges = [0, *sorted(c for c in cuts if c < length), sequence.padded]

@@ -275,6 +275,27 @@ def test_half_precision_error_is_at_most_twice_that_of_plain_math(monkeypatch, n
     assert relative(lse, exact[1]) < 1e-5  # the CPU op's exp is good to 3e-6
     for x, math, y in zip((out, *grads), (plain, *plain_grads), (exact[0], *exact[2:]), strict=True):
         assert relative(x, y) <= 2 * relative(math, y)
+    if emulated is not False:  # dv = P^T dout in fp32 throughout, never rounded
+        assert relative(grads[2], exact[4]) < 1e-4
+
+
+@pytest.mark.parametrize("emulated, dtype", [(True, torch.float32), (False, torch.bfloat16)])
+def test_backward_in_fp32_where_the_cpu_emulates_bf16(monkeypatch, emulated, dtype):
+    seen: list[torch.Tensor] = []
+    op = sdpa._CPU_BACKWARD
+
+    def spy(*args, **kwargs):
+        seen.extend(args[:5])
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(sdpa, "_slow_on_this_cpu", lambda dtype: emulated)
+    monkeypatch.setattr(sdpa, "_CPU_BACKWARD", spy)
+    q, k, v, dout = qkv_dout(9, 12, (4, 2), 8, torch.bfloat16)
+    both(q, k, v, dout, AttentionSpec(0.35), sdpa.KERNEL)
+    assert len(seen) == 10 and {x.dtype for x in seen} == {dtype}
+    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    monkeypatch.undo()
+    assert (sdpa._slow_on_this_cpu(torch.bfloat16), sdpa._slow_on_this_cpu(torch.float32)) == (not native, False)
 
 
 def test_tiles_are_summed_in_fp32():
