@@ -39,12 +39,15 @@ class AttentionCore:
     """What an attention module needs to attend across the axis; hangs on it as ``tsp_core``.
 
     `tape`: while a list, forward appends (out, lse) of each term. `replay`: while a pair, the core hands this saved
-    output on instead of running the kernel, so that the quadratic kernel never runs twice.
+    output on instead of running the kernel, so that the quadratic kernel never runs twice. `tokens`: how many local
+    tokens the term that runs has. `called`: the model has come by here.
     """
 
     mesh: Mesh
     kernel: str
     name: str
+    called: bool = False
+    tokens: int | None = None
     tape: list[tuple[Tensor, Tensor]] | None = None
     replay: tuple[Tensor, Tensor] | None = None
     _chosen: dict[Any, Any] = field(default_factory=dict)
@@ -157,6 +160,22 @@ class _Attend(torch.autograd.Function):
         return None, None, dq, dk, dv, dsinks, None, None
 
 
+def _only_in_the_mask(module: torch.nn.Module, window: int | None, length: int) -> list[str]:
+    """What the config says of this layer's mask and the layer did not pass on: no mask is made, so it would be lost."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds is not None and index is not None else None
+    windowed = kind == "sliding_attention" or (
+        kind is None and getattr(config, "use_sliding_window", True) is not False
+    )
+    told = getattr(config, "sliding_window", None)
+    if windowed and told is not None and told < length and window is None:
+        return [f"sliding_window={told} of its config is not handed to the kernel; set it to None to attend to all"]
+    chunk = getattr(config, "attention_chunk_size", None)
+    chunked = kind == "chunked_attention" and chunk is not None and chunk < length
+    return [f"attention_chunk_size={chunk} of its config is in the mask only"] if chunked else []
+
+
 def attention_interface(
     module: torch.nn.Module,
     query: Tensor,
@@ -181,6 +200,8 @@ def attention_interface(
             f"{type(module).__name__} attends over a sharded sequence, but ds_tsp did not recognise it as an attention "
             "module; its model cannot be used with TSP"
         )
+    core.called = True
+    layout = local_layout(query.shape[2], core.mesh.size, core.mesh.layout)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = causal and getattr(getattr(module, "config", None), "is_causal", True) is not False
     refused = [f"{name} was given" for name in _REFUSED if kwargs.get(name) is not None]
@@ -192,10 +213,14 @@ def attention_interface(
         refused.append(f"sliding_window={sliding_window} is bidirectional: set it to None in the model's config")
     if value.shape != key.shape:
         refused.append(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in width")
+    if core.tokens not in (None, query.shape[2]):
+        refused.append(
+            f"of {core.tokens} tokens it makes {query.shape[2]}: it splits heads by a number it was built with"
+        )
+    refused += _only_in_the_mask(module, sliding_window, layout.padded)
     if refused:
         raise ValueError(f"{core.name} cannot attend over a sharded sequence: {'; '.join(refused)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layout = local_layout(query.shape[2], core.mesh.size, core.mesh.layout)
     spec = AttentionSpec(scale=scale, window=sliding_window, softcap=softcap, causal=causal)
     call = Call(spec, decode(attention_mask, layout.padded), layout)
     return core(call, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), s_aux), None

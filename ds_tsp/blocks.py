@@ -141,7 +141,8 @@ def _linear_layers(block: nn.Module, styles: dict[str, str]) -> dict[str, Any]:
 
 def _check_dropout(block: nn.Module) -> None:
     rates = {name or "itself": m.p for name, m in block.named_modules() if isinstance(m, nn.Dropout)}
-    rates |= {n: v for n in ("attention_dropout",) if isinstance(v := getattr(block, n, 0.0), float)}
+    # What a block drops by a function it keeps as a number: attention_dropout, residual_dropout, attn_pdrop ...
+    rates |= {n: v for n, v in vars(block).items() if isinstance(v, float) and ("dropout" in n or "pdrop" in n)}
     if any(rates.values()):
         raise CannotFold(f"it drops activations inside ({rates}); set the rate to 0 in the model's config")
 
@@ -152,6 +153,8 @@ def _check_heads(block: nn.Module, widths: dict[str, int]) -> int:
     kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if kv_heads is None:
         raise CannotFold("its config tells neither num_key_value_heads nor num_attention_heads")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise CannotFold("later layers read its K/V (num_kv_shared_layers), and a term has those of one head group")
     uneven = {child: width for child, width in widths.items() if width % kv_heads}
     if uneven:
         raise CannotFold(f"the widths {uneven} are not a whole number of its {kv_heads} kv heads")
@@ -166,7 +169,8 @@ def _shared_slots(block: nn.Module, cut: tuple[Slot, ...], last: nn.Module, atte
         for leaf, parameter in owner.named_parameters(recurse=False):
             if owner is last or any(owner is module and leaf == name for module, name in cut):
                 continue
-            if not attention or tuple(parameter.shape) != (head,):
+            # A parameter of the block itself is one value per head, even where a head is as wide as there are heads.
+            if not attention or owner is block or tuple(parameter.shape) != (head,):
                 raise CannotFold(
                     f"{owner_name or leaf} has a parameter of shape {tuple(parameter.shape)} that the plan does not "
                     "cut, and every term would need it whole"

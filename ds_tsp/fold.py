@@ -101,17 +101,17 @@ def _last_gemm_skipped(rowwise: nn.Linear) -> Iterator[None]:
 
 
 @contextmanager
-def _core_state(core: AttentionCore | None, **state: Any) -> Iterator[None]:
+def _core_state(core: AttentionCore | None, tokens: int, **state: Any) -> Iterator[None]:
     """Set `tape` or `replay` of the block's core while a term runs."""
     if core is None:
         yield
         return
-    kept = (core.tape, core.replay)
-    core.tape, core.replay = state.get("tape"), state.get("replay")
+    kept = (core.tokens, core.tape, core.replay)
+    core.tokens, core.tape, core.replay = tokens, state.get("tape"), state.get("replay")
     try:
         yield
     finally:
-        core.tape, core.replay = kept
+        core.tokens, core.tape, core.replay = kept
 
 
 class _Call:
@@ -165,7 +165,7 @@ class _Fold(torch.autograd.Function):
         tape: list[tuple[Tensor, Tensor]] | None = [] if call.grad and any(ctx.needs_input_grad) else None
         total: Tensor | None = None
         terms, nothing = plan.transport.terms(), [torch.zeros_like(x) for x in once]
-        with _core_state(plan.core, tape=tape):
+        with _core_state(plan.core, inputs[0].shape[1], tape=tape):
             for t, (_, slices) in enumerate(plan.transport.travel(sharded)):
                 weights = plan.transport.cut.assemble(slices)
                 y = call.run(inputs, weights, shared, once if t == 0 else nothing)
@@ -205,7 +205,12 @@ class _Fold(torch.autograd.Function):
             targets = [(i, x) for i, x in whole if t == 0 or i < first_once]
             pair = tuple(tape[2 * t : 2 * t + 2]) or None
             autocast = torch.autocast(dy.device.type, dtype=dtype) if enabled else nullcontext()
-            with torch.enable_grad(), autocast, _core_state(plan.core, replay=pair), _last_gemm_skipped(plan.rowwise):
+            with (
+                torch.enable_grad(),
+                autocast,
+                _core_state(plan.core, inputs[0].shape[1], replay=pair),
+                _last_gemm_skipped(plan.rowwise),
+            ):
                 weights = plan.transport.cut.assemble(leaves)
                 y = call.run(inputs, weights, shared, once if t == 0 else nothing)
             wanted = [x for _, x in targets] + [s[i] for s in leaves for i in which]

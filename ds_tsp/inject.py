@@ -74,11 +74,35 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"TSP folds Hugging Face models (PreTrainedModel); got {type(model).__name__}")
     if hasattr(model, "tsp_state"):
         raise ValueError(f"this {type(model).__name__} is folded already; build a new model for another engine")
+    _check_token_mixing(model)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise ValueError(f"{name} was built under deepspeed.zero.Init; build the model outside of it")
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device; materialise the model before ds_tsp.initialize")
+
+
+# What a config may switch on that needs more than this rank's tokens, outside of attention's reach.
+_REFUSED_SETTINGS = {
+    "attn_temperature_tuning": "scales queries by positions counted from the local tokens",
+    "output_router_logits": "adds a loss of the router, a product of means over all tokens",
+}
+
+
+def _check_token_mixing(model: PreTrainedModel) -> None:
+    """Tokens of different ranks meet in attention only: refuse what mixes them elsewhere, on local tokens."""
+    config = model.config.get_text_config()
+    for setting, why in _REFUSED_SETTINGS.items():
+        if getattr(config, setting, None):
+            raise ValueError(
+                f"{setting}={getattr(config, setting)} of {type(model).__name__} {why}; set it to False in the config"
+            )
+    mixer = next((name for name, m in model.named_modules() if isinstance(m, nn.Conv1d)), None)
+    if mixer or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{type(model).__name__} mixes tokens outside of attention ({mixer or 'a recurrent state'}); TSP shards "
+            "the sequence and exchanges tokens in attention only"
+        )
 
 
 def _check_vocabulary(model: PreTrainedModel, mesh: Mesh) -> None:

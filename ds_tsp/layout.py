@@ -151,8 +151,10 @@ class BlockCut:
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """One flat buffer holding `tensors` one after another, in `dtype` (default: theirs, which must be the same).
 
-    Raises ValueError if the dtypes differ: concatenation would promote them in silence.
+    Raises ValueError if they differ: the receiver takes all slices to be of one dtype.
     """
+    if dtype is None and len({t.dtype for t in tensors}) > 1:
+        raise ValueError(f"weights of a block must have one dtype to travel together; got {[t.dtype for t in tensors]}")
     dtype = dtype or tensors[0].dtype
     flat = tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=dtype)
     offset = 0

@@ -26,6 +26,7 @@ _REFUSED_ARGUMENTS = {
     "past_key_values": "there is no K/V cache in training",
     "cache": "there is no K/V cache in training",
     "output_attentions": "attention weights are never formed",
+    "output_router_logits": "the router's loss is a product of means over all tokens",
 }
 
 
@@ -46,6 +47,7 @@ class ModelState:
     batch: ShardedBatch | None = None
     agreed: Agreement | None = None
     loss_taken: bool = False
+    reached: bool = False  # every layer was seen to attend across the axis
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> ModelState:
@@ -130,10 +132,24 @@ def _forward(model: Any, original: Callable[..., Any], arguments: dict[str, Any]
             out = original(model, **batch.arguments, attention_mask=mask, use_cache=False, return_dict=True)
     finally:
         state.batch = state.agreed = None
+    if not state.reached:
+        _check_reach(model)
+        state.reached = True
     if batch.shift_labels is not None and not state.loss_taken:
         raise ValueError(f"{type(model).__name__} does not compute its loss by loss_function; call it without labels")
     _finish_outputs(out, state, batch, keep)
     return out.to_tuple() if return_dict is False else out
+
+
+def _check_reach(model: Any) -> None:
+    """A layer that attends by itself, not through transformers' attention interface, sees its local tokens only."""
+    cores = [m.tsp_core for m in model.modules() if getattr(m, "tsp_core", None) is not None]
+    called, layers = sum(core.called for core in cores), model.config.get_text_config().num_hidden_layers
+    if called < layers:
+        raise ValueError(
+            f"{type(model).__name__} has {layers} layers, but only {called} attended through transformers' attention "
+            "interface; the others would see this rank's tokens only: TSP cannot run this model"
+        )
 
 
 def _finish_outputs(out: Any, state: ModelState, batch: ShardedBatch, keep: int | Tensor) -> None:

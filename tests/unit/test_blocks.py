@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, str] | None, str, str]] 
         "v_proj has a parameter of shape (20, 24) that the plan does not cut",
     ),
     "MLP without a module": (
-        "opt", {"ffn_dim": 36, "word_embed_proj_dim": 24},
+        "opt", {"ffn_dim": 36, "word_embed_proj_dim": 24, "dropout": 0.0},
         {"decoder.layers.*.fc1": "colwise", "decoder.layers.*.fc2": "rowwise"},
         "model.decoder.layers.0 (OPTDecoderLayer)", "self_attn.k_proj has a parameter of shape (24, 24)",
     ),

@@ -31,10 +31,21 @@ def refused(config, world_size=8):
 
 # ---- the section
 
+KEYS = "size, schedule, layout, kernel, shard_vocab, loss_average, gather_logits, plan"
+
 
 def test_defaults_and_frozen():
     tsp = parse(CONFIG, 8)
-    expected = {"size": 2, "schedule": "tsp", "layout": "zigzag", "kernel": "auto", "plan": None}
+    expected = {
+        "size": 2,
+        "schedule": "tsp",
+        "layout": "zigzag",
+        "kernel": "auto",
+        "shard_vocab": True,
+        "loss_average": "batch",
+        "gather_logits": True,
+        "plan": None,
+    }
     assert tsp.model_dump() == expected
     with pytest.raises(ValidationError, match="frozen"):
         tsp.size = 4
@@ -46,6 +57,9 @@ def test_all_keys():
         "schedule": "tsp",
         "layout": "contiguous",
         "kernel": "reference",
+        "shard_vocab": False,
+        "loss_average": "token",
+        "gather_logits": False,
         "plan": {"h.*.q": "colwise"},
     }
     assert parse({"train_micro_batch_size_per_gpu": 1, "tsp": section}, 6).model_dump() == section
@@ -95,9 +109,9 @@ def test_section_is_not_a_section(value):
         ({"size": 2, "plan": {3: "colwise"}}, "tsp.plan[3]=3 should be a valid string"),
         (
             {"size": 2, "strict": True},
-            "unknown key tsp.strict=true: allowed keys: size, schedule, layout, kernel, plan",
+            f"unknown key tsp.strict=true: allowed keys: {KEYS}",
         ),
-        ({"size": 2, 3: 4}, "unknown key tsp.3=4: allowed keys: size, schedule, layout, kernel, plan"),
+        ({"size": 2, 3: 4}, f"unknown key tsp.3=4: allowed keys: {KEYS}"),
     ],
 )
 def test_bad_key(section, message):
