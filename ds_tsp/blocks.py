@@ -91,6 +91,11 @@ def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSP
     widths = {child: m.weight.shape[dims[child]] for child, m in linears.items()}
     attention = hasattr(block, "is_causal") or "Attention" in type(block).__name__
     _check_dropout(block)
+    if attention and config.plan is not None and len(linears) == 2:
+        # Only the family's own plan knows whether such a layer keeps each head's q, k and v together.
+        raise CannotFold(
+            f"q, k and v are one layer ({next(iter(linears))}), whose rows are not known to be sorted by head"
+        )
     if attention:
         groups = head_groups(_check_heads(block, widths), mesh.size)
     elif len(set(widths.values())) > 1:

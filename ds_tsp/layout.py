@@ -90,8 +90,7 @@ def cut_bounds(total: int, size: int, groups: int = 1) -> tuple[int, ...]:
     rows, members = total // groups, size // groups
     if rows < members:
         raise ValueError(f"{total} rows cannot be cut into {size} slices of at least one row; use a smaller tsp.size")
-    inside = [rows * i // members for i in range(members)]
-    return tuple(g * rows + i for g in range(groups) for i in inside) + (total,)
+    return tuple(total * i // size for i in range(size + 1))
 
 
 @dataclass(frozen=True)

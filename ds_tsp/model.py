@@ -52,8 +52,10 @@ class ModelState:
     @classmethod
     def of(cls, model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> ModelState:
         causal = [getattr(m, "is_causal", True) for m in model.modules()] + [getattr(model.config, "is_causal", True)]
-        dropout = any(isinstance(m, nn.Dropout) and m.p for m in model.modules())
-        return cls(mesh, config.loss_average, config.gather_logits, not all(c is not False for c in causal), dropout)
+        # What is dropped by a function is kept as a number of the module that does it.
+        rates = [v for m in model.modules() for n, v in vars(m).items() if "drop" in n and isinstance(v, float)]
+        rates += [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+        return cls(mesh, config.loss_average, config.gather_logits, not all(c is not False for c in causal), any(rates))
 
 
 def loss_function(model: Any) -> Callable[..., Tensor]:
@@ -144,7 +146,9 @@ def _forward(model: Any, original: Callable[..., Any], arguments: dict[str, Any]
 def _check_reach(model: Any) -> None:
     """A layer that attends by itself, not through transformers' attention interface, sees its local tokens only."""
     cores = [m.tsp_core for m in model.modules() if getattr(m, "tsp_core", None) is not None]
-    called, layers = sum(core.called for core in cores), model.config.get_text_config().num_hidden_layers
+    # A model may run its layers more than once: what counts is how many it has.
+    longest = max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=0)
+    called, layers = sum(core.called for core in cores), min(model.config.get_text_config().num_hidden_layers, longest)
     if called < layers:
         raise ValueError(
             f"{type(model).__name__} has {layers} layers, but only {called} attended through transformers' attention "

@@ -130,7 +130,7 @@ def test_wrong_cut_is_refused(what: str, match: str) -> None:
 
 def token_mean_job(size: int, accumulate: int, stage: int) -> dict[str, float]:
     """Losses and weights of two epochs, beside steps on ONE mean over all tokens of each step."""
-    engine, loader = start(size, accumulate, stage, {"loss_average": "token"}, count=48)
+    engine, loader = start(size, accumulate, stage, {"loss_average": "token"}, count=8 * accumulate)
     reference = tiny("llama", num_hidden_layers=1)
     optimizer, dp = torch.optim.SGD(reference.parameters(), 0.1), engine.tsp.dp_size
     worst = 0.0
@@ -213,6 +213,22 @@ def test_same_curve_with_the_vocabulary_sharded_or_not(tied: bool) -> None:
     whole, sharded = (run_ranks(2, curve_job, tied, on) for on in (False, True))
     assert whole[0][0] - whole[0][-1] > 0.01
     assert max(abs(a - b) for a, b in zip(whole[0], sharded[0], strict=True)) < 1e-5
+
+
+def functional_dropout_job() -> Tensor:
+    """starcoder2 drops embeddings by a function: what of an all-ones embedding comes out of the model's first layer."""
+    model = tiny("starcoder2", embedding_dropout=0.5, residual_dropout=0.0, num_hidden_layers=1)
+    engine, *_ = ds_tsp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.0), config=ds_config(2, 0))
+    dropped: list[Tensor] = []
+    engine.module.model.layers[0].register_forward_pre_hook(lambda module, args: dropped.append(args[0] == 0))
+    engine(inputs_embeds=torch.ones(2, 16, 24))
+    engine.destroy()
+    return dropped[0]
+
+
+def test_dropout_by_a_function_differs_between_ranks() -> None:
+    one, two = run_ranks(2, functional_dropout_job)
+    assert not torch.equal(one, two) and 0.4 < one.float().mean() < 0.6
 
 
 def dropout_job(checkpointing: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Training through the real engine equals training the unsharded model: losses, norms and weights of five steps."""
 
-import copy
+import functools
 from typing import Any
 
 import pytest
@@ -85,16 +85,19 @@ def train_engine(engine: Any, accumulate: int, make=micro_batch) -> dict[str, An
     return {"losses": losses, "norms": norms}
 
 
-def training_job(size: int, stage: int, clip: float, accumulate: int, family: str = "llama", checkpointing: Any = None,
-                 **more: Any) -> dict[str, float]:  # fmt: skip
+@functools.cache
+def expected_run(family: str, dp: int, clip: float, accumulate: int) -> dict[str, Any]:
+    """The unsharded run: losses, norms and final weights. Computed once, in the test process."""
+    model = tiny(family).train()
+    return {**train_reference(model, dp, clip, accumulate), "weights": dict(model.state_dict())}
+
+
+def training_job(expected: dict[str, Any], size: int, stage: int, clip: float, accumulate: int, family: str,
+                 checkpointing: Any) -> dict[str, float]:  # fmt: skip
     model = tiny(family)
-    reference = copy.deepcopy(model)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    engine, *_ = ds_tsp.initialize(
-        model=model, optimizer=adamw(model), config=ds_config(size, stage, clip, accumulate, **more)
-    )
-    expected = train_reference(reference.train(), engine.tsp.dp_size, clip, accumulate)
+    engine, *_ = ds_tsp.initialize(model=model, optimizer=adamw(model), config=ds_config(size, stage, clip, accumulate))
     got = train_engine(engine, accumulate)
     errors = {
         "loss": max(abs(a - row[engine.tsp.dp_rank]) for a, row in zip(got["losses"], expected["losses"], strict=True)),
@@ -103,12 +106,20 @@ def training_job(size: int, stage: int, clip: float, accumulate: int, family: st
     }
     weights = ds_tsp.full_state_dict(engine)
     if torch.distributed.get_rank() == 0:
-        assert list(weights) == list(reference.state_dict())
-        errors["weights"] = max((weights[n] - v).abs().max().item() for n, v in reference.state_dict().items())
+        assert list(weights) == list(expected["weights"])
+        errors["weights"] = max((weights[n] - v).abs().max().item() for n, v in expected["weights"].items())
     else:
         assert not weights
     engine.destroy()
     return errors
+
+
+def assert_same_run(size: int, stage: int, clip: float, accumulate: int, family: str = "llama",
+                    checkpointing: bool | None = None) -> None:  # fmt: skip
+    expected = expected_run(family, 4 // size, clip, accumulate)
+    results = run_ranks(4, training_job, expected, size, stage, clip, accumulate, family, checkpointing)
+    for rank, errors in enumerate(results):
+        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -116,20 +127,17 @@ def training_job(size: int, stage: int, clip: float, accumulate: int, family: st
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_training_equals_unsharded(size: int, stage: int, clip: float, accumulate: int) -> None:
-    for rank, errors in enumerate(run_ranks(4, training_job, size, stage, clip, accumulate)):
-        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+    assert_same_run(size, stage, clip, accumulate)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradient_checkpointing(stage: int, reentrant: bool) -> None:
-    for rank, errors in enumerate(run_ranks(4, training_job, 2, stage, 0.5, 1, checkpointing=reentrant)):
-        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+    assert_same_run(2, stage, 0.5, 1, checkpointing=reentrant)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_other_families(family: str, stage: int) -> None:
     """Per-head norms, and tied embeddings with a scale and softcaps."""
-    for rank, errors in enumerate(run_ranks(4, training_job, 4, stage, 0.5, 1, family)):
-        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+    assert_same_run(4, stage, 0.5, 1, family)
