@@ -223,7 +223,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().flatten()
     values = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
     weights = torch.arange(1, 2 * values.numel(), 2, device=flat.device)
-    return ((values + 0x9E3779B9) * (weights * 0x5851F42D4C957F2D)).sum()
+    return ((values + 0x9E3779B9) * (weights * 0x9E3779B1)).sum()
 
 
 def _targets(arguments: dict[str, Any]) -> Tensor | None:

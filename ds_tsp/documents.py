@@ -46,11 +46,11 @@ def restarting_positions(first: Tensor) -> Tensor:
 
 
 def encode(first: Tensor, padded: int) -> Tensor | None:
-    """The documents as a tensor, from the marks of their first tokens; the last of a row takes the padding to `padded`.
+    """The documents as a tensor, from the marks of their first tokens, bool [B, S]; what fills S up to `padded` is one.
 
     None where every row is one document. Reads the marks on the host.
     """
-    rows = [row.nonzero().flatten().tolist() for row in first.cpu()]
+    rows, length = [row.nonzero().flatten().tolist() for row in first.cpu()], first.shape[1]
     if all(row == rows[0] for row in rows):
         if rows[0] == [0]:
             return None
@@ -58,9 +58,12 @@ def encode(first: Tensor, padded: int) -> Tensor | None:
     else:
         names = list(range(len(rows)))
     found = [
-        (r, a, b) for r, row in zip(names, rows, strict=True) for a, b in zip(row, [*row[1:], padded], strict=True)
+        (name, start, stop)
+        for name, row in zip(names, rows, strict=True)
+        for start, stop in zip(row, [*row[1:], length], strict=True)
     ]
-    return torch.tensor(found, dtype=torch.int32)[None, None]
+    fill = [(ALL_ROWS, length, padded)] if padded > length else []
+    return torch.tensor(found + fill, dtype=torch.int32)[None, None]
 
 
 def whole(padded: int, length: int) -> Tensor:

@@ -218,7 +218,9 @@ def test_same_curve_with_the_vocabulary_sharded_or_not(tied: bool) -> None:
 def functional_dropout_job() -> Tensor:
     """starcoder2 drops embeddings by a function: what of an all-ones embedding comes out of the model's first layer."""
     model = tiny("starcoder2", embedding_dropout=0.5, residual_dropout=0.0, num_hidden_layers=1)
-    engine, *_ = ds_tsp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.0), config=ds_config(2, 0))
+    engine, *_ = ds_tsp.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), 0.0), config=ds_config(2, 0)
+    )
     dropped: list[Tensor] = []
     engine.module.model.layers[0].register_forward_pre_hook(lambda module, args: dropped.append(args[0] == 0))
     engine(inputs_embeds=torch.ones(2, 16, 24))

@@ -42,7 +42,7 @@ def test_nothing_speaks_of_documents() -> None:
 
 def test_encoding() -> None:
     same = torch.tensor([[True, False, True, False]] * 2)
-    assert decode(encode(same, 6), 6) == ((ALL_ROWS, 0, 2), (ALL_ROWS, 2, 6))
+    assert decode(encode(same, 6), 6) == ((ALL_ROWS, 0, 2), (ALL_ROWS, 2, 4), (ALL_ROWS, 4, 6))
     other = torch.tensor([[True, False, True, False], [True, False, False, False]])
     assert decode(encode(other, 4), 4) == ((0, 0, 2), (0, 2, 4), (1, 0, 4))
     assert encode(torch.tensor([[True, False]] * 3), 4) is None and decode(None, 4) == ((ALL_ROWS, 0, 4),)
