@@ -93,11 +93,14 @@ def _last_gemm_skipped(rowwise: nn.Linear) -> Iterator[None]:
         weight = rowwise.weight.mT if isinstance(rowwise, Conv1D) else rowwise.weight
         return _LastGemm.apply(x, weight, rowwise.bias)
 
+    kept = rowwise.__dict__.get("forward")  # a wrapper that somebody else put on the instance
     rowwise.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         del rowwise.forward
+        if kept is not None:
+            rowwise.forward = kept
 
 
 @contextmanager

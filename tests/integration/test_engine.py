@@ -18,13 +18,15 @@ from tests.integration.test_training import ds_config, micro_batch
 from tests.models import tiny, tokens
 
 
-def train(engine: Any, steps: int = 3) -> list[float]:
+def train(engine: Any, steps: int = 3, norms: list[float] | None = None) -> list[float]:
     losses = []
     for step in range(steps):
         loss = engine(**micro_batch(step, 0, engine.tsp.dp_rank)).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+        if norms is not None and engine.get_global_grad_norm() is not None:
+            norms.append(float(engine.get_global_grad_norm()))
     return losses
 
 
@@ -36,7 +38,7 @@ def precision_job(precision: str, stage: int, size: int) -> dict[str, Any]:
 
 
 def precision_losses(precision: str, stage: int, size: int) -> dict[str, Any]:
-    losses = {}
+    losses: dict[str, Any] = {"norms": {"fp32": [], precision: []}}
     for name in ("fp32", precision):
         model = tiny("llama", hidden_size=48)
         sections = {
@@ -56,7 +58,7 @@ def precision_losses(precision: str, stage: int, size: int) -> dict[str, Any]:
             and scheduler is engine.lr_scheduler
             and optimizer is engine.optimizer
         )
-        losses[name] = train(engine, 5)
+        losses[name] = train(engine, 5, losses["norms"][name])
         engine.destroy()
     return losses
 
@@ -70,6 +72,10 @@ def test_precisions(precision: str, stage: int, size: int) -> None:
         assert losses["fp32"][0] != losses[precision][0]
         for a, b in zip(losses["fp32"], losses[precision], strict=True):
             assert abs(a - b) < 2e-2 * abs(a)
+        norms = losses["norms"]
+        assert len(norms[precision]) == 5 and (stage == 0 or len(norms["fp32"]) == 5)
+        for a, b in zip(norms["fp32"], norms[precision], strict=False):  # fp32 at stage 0 keeps none
+            assert abs(a - b) < 3e-2 * a
 
 
 def everything_on_job(folder: str) -> list[float]:

@@ -130,6 +130,51 @@ def test_training_equals_unsharded(size: int, stage: int, clip: float, accumulat
     assert_same_run(size, stage, clip, accumulate)
 
 
+def norms_only_job(size: int, stage: int) -> tuple[float, float]:
+    """Only replicated weights are trained: each counts once in the norm, however many ranks hold it."""
+    model, reference = tiny("llama"), tiny("llama")
+    for m in (model, reference):
+        for name, parameter in m.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = ds_tsp.initialize(model=model, optimizer=torch.optim.SGD(trained, 0.0), config=ds_config(size, stage))
+    engine.backward(engine(**tokens(2, LENGTH)).loss)
+    engine.step()
+    engine_norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    reference(**tokens(2, LENGTH)).loss.backward()
+    return engine_norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf")).item()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_norm_of_replicated_weights(size: int, stage: int) -> None:
+    for got, expected in run_ranks(4, norms_only_job, size, stage):
+        assert abs(got - expected) < 1e-5 * expected
+
+
+def lengths_job(stage: int) -> dict[str, float]:
+    """Each dp rank trains on sequences of a length, and a number of rows, of its own."""
+
+    def make(step: int, micro: int, dp_rank: int) -> dict[str, Tensor]:
+        return tokens(1 + 2 * dp_rank, 9 + 5 * step + 22 * dp_rank, seed=step)
+
+    model = tiny("llama")
+    engine, *_ = ds_tsp.initialize(model=model, optimizer=adamw(model), config=ds_config(2, stage))
+    expected, got = train_reference(tiny("llama").train(), 2, 0.0, 1, make), train_engine(engine, 1, make)
+    engine.destroy()
+    return {
+        "loss": max(abs(a - row[engine.tsp.dp_rank]) for a, row in zip(got["losses"], expected["losses"], strict=True)),
+        "norm": max(abs(a - b) for a, b in zip(got["norms"], expected["norms"], strict=True)),
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_other_lengths_on_other_dp_ranks(stage: int) -> None:
+    for rank, errors in enumerate(run_ranks(4, lengths_job, stage)):
+        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradient_checkpointing(stage: int, reentrant: bool) -> None:
