@@ -72,10 +72,19 @@ def initialize(
     )
     engine, optimizer, loader, lr_scheduler = result
     engine.tsp = mesh
+    if mesh.size > 1:
+        engine.save_16bit_model = engine.save_fp16_model = _refuse_sliced_export
     engine.module.tsp_state.accumulation = engine.gradient_accumulation_steps()
     if tsp.loss_average == "token" and loader is not None:
         loader = engine.training_dataloader = TokenCountingLoader(loader, mesh, engine.gradient_accumulation_steps())
     return engine, optimizer, loader, lr_scheduler
+
+
+def _refuse_sliced_export(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "save_16bit_model would write this rank's slices only; take weights = ds_tsp.full_state_dict(engine) on "
+        "every rank, and save them on rank 0, for example by engine.module.save_pretrained(folder, state_dict=weights)"
+    )
 
 
 def _without_config(args: Any) -> Any:

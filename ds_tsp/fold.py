@@ -100,7 +100,7 @@ def _last_gemm_skipped(rowwise: nn.Linear) -> Iterator[None]:
     finally:
         del rowwise.forward
         if kept is not None:
-            rowwise.forward = kept
+            rowwise.forward = kept  # type: ignore[method-assign]
 
 
 @contextmanager

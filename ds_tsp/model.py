@@ -113,7 +113,19 @@ def model_class(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _forward(self, original.forward, {**dict(zip(names, args, strict=False)), **kwargs})
 
-    return type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
+    ):
+        if state_dict is None and self.tsp_state.mesh.size > 1:
+            raise ValueError(
+                f"save_pretrained would write this rank's slices of {type(self).__name__}; give it the whole weights: "
+                "weights = ds_tsp.full_state_dict(engine) on every rank, then on rank 0 "
+                "engine.module.save_pretrained(folder, state_dict=weights)"
+            )
+        return original.save_pretrained(self, save_directory, is_main_process, state_dict, **kwargs)
+
+    members = {"forward": forward, "save_pretrained": save_pretrained, "__module__": original.__module__}
+    return type(original.__name__, (original,), members)
 
 
 def _forward(model: Any, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:

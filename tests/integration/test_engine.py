@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM
 
 import ds_tsp
 from tests.harness import assert_all_ranks_raise, run_ranks
@@ -227,11 +228,13 @@ def reload_job(folder: str) -> float | None:
     engine.eval()
     with torch.no_grad():
         loss = engine(**tokens(2, 12)).loss.item()
-    engine.destroy()
     if not weights:
         return None
-    plain = tiny("gemma2")
     assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
-    plain.load_state_dict(weights)
-    plain.save_pretrained(folder)
-    return abs(type(plain).from_pretrained(folder, attn_implementation="eager")(**tokens(2, 12)).loss.item() - loss)
+    for save in (engine.module.save_pretrained, engine.save_16bit_model):
+        with pytest.raises(ValueError, match=r"full_state_dict\(engine\)"):
+            save(folder)
+    engine.module.save_pretrained(folder, state_dict=weights)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert type(plain).__name__ == "Gemma2ForCausalLM"
+    return abs(plain(**tokens(2, 12)).loss.item() - loss)
