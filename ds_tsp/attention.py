@@ -1,4 +1,4 @@
-"""The core of attention over a sharded sequence: K/V of one head group are gathered, queries stay.
+"""The core of attention over a sharded sequence: queries stay, K/V of one head group are gathered or go round a ring.
 
 transformers calls the core through its attention interface, under the name `INTERFACE`. Rotary positions are right
 because the model computed them from the positions that travel with the tokens.
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .comm import gather_sequence, reduce_scatter_sequence
-from .documents import Document, blocks, decode, is_encoded
+from .documents import decode, is_encoded
 from .kernels import AttentionSpec
-from .layout import SequenceLayout, accumulate_dtype, local_layout
+from .layout import local_layout
 from .mesh import Mesh
+from .schedules import SCHEDULES, Call
 
 INTERFACE = "ds_tsp"
 
@@ -25,19 +25,11 @@ INTERFACE = "ds_tsp"
 _REFUSED = ("position_bias", "head_mask", "encoder_hidden_states", "block_mask")
 
 
-@dataclass(frozen=True)
-class Call:
-    """What one call of the core computes: the kernel's spec and the documents, in positions of the padded sequence."""
-
-    spec: AttentionSpec
-    documents: tuple[Document, ...]
-    layout: SequenceLayout
-
-
 @dataclass
 class AttentionCore:
     """What an attention module needs to attend across the axis; hangs on it as ``tsp_core``.
 
+    `schedule`: "tsp", K/V are gathered; "metp", they go round a ring.
     `tape`: while a list, forward appends (out, lse) of each term. `replay`: while a pair, the core hands this saved
     output on instead of running the kernel, so that the quadratic kernel never runs twice. `tokens`: how many local
     tokens the term that runs has. `called`: the model has come by here.
@@ -46,6 +38,7 @@ class AttentionCore:
     mesh: Mesh
     kernel: str
     name: str
+    schedule: str = "tsp"
     called: bool = False
     tokens: int | None = None
     tape: list[tuple[Tensor, Tensor]] | None = None
@@ -70,42 +63,16 @@ class AttentionCore:
         return _Attend.apply(self, call, q, k, v, sinks, out, lse) if torch.is_grad_enabled() else out
 
 
-def _gather_kv(core: AttentionCore, layout: SequenceLayout, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    if core.mesh.size == 1:
-        return k, v
-    kv = gather_sequence(torch.stack((k, v), dim=2), layout, core.mesh)
-    return kv[:, :, 0], kv[:, :, 1]
-
-
-def _blocks(core: AttentionCore, call: Call) -> list[tuple[slice, slice, slice]]:
-    """The kernel calls of this rank: rows, LOCAL queries, keys."""
-    found, i = [], 0
-    for run in call.layout.runs(core.mesh.rank):
-        for rows, queries, keys in blocks(call.documents, run, call.spec.window, call.spec.causal):
-            found.append((rows, slice(queries.start - run[0] + i, queries.stop - run[0] + i), keys))
-        i += run[1] - run[0]
-    return found
-
-
 def attend_forward(
     core: AttentionCore, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of local queries on the keys of one head group.
+    """Attention of local queries on the keys of one head group, by the core's schedule.
 
     Shapes: q [B, s, h, E]; k, v [B, s, k, E]; sinks [h] -> out [B, s, h, E], lse [B, h, s].
-    Communication per rank: received 2 (P-1) B s k E elements.
+    Communication per rank: received 2 (P-1) B s k E elements, by either schedule.
     """
-    k_S, v_S = _gather_kv(core, call.layout, k, v)
-    kernel, parts = core.choose(q, call.spec), _blocks(core, call)
-    if len(parts) == 1:
-        _, queries, keys = parts[0]
-        out, lse = kernels.attend(q, k_S[:, keys], v_S[:, keys], call.spec, kernel)
-    else:
-        out = q.new_empty(q.shape)
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
-        for rows, queries, keys in parts:
-            block = (q[rows, queries], k_S[rows, keys], v_S[rows, keys])
-            out[rows, queries], lse[rows, :, queries] = kernels.attend(*block, call.spec, kernel)
+    forward, _ = SCHEDULES[core.schedule]
+    out, lse = forward(call, q, k, v)
     if sinks is None:
         return out, lse
     # A sink is one more key per head, with this score and no value: it only takes part in the sum of exponentials.
@@ -118,25 +85,11 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `attend_forward` from its saved (q, k, v, out, lse).
 
-    Communication per rank: K/V gathered again, dK/dV reduce-scattered: 2 (P-1) B s k E elements each. dK/dV are summed
-    and travel in fp32 where K/V are half precision.
+    Communication per rank: K/V again, 2 (P-1) B s k E elements; dK/dV reduce-scattered ("tsp"), as many, or carried
+    round the ring and home ("metp"), 2 P B s k E. dK/dV are summed and travel in fp32 where K/V are half precision.
     """
-    q, k, v, out, lse = saved
-    k_S, v_S = _gather_kv(core, call.layout, k, v)
-    kernel, parts = core.choose(q, call.spec), _blocks(core, call)
-    if len(parts) == 1 and core.mesh.size == 1:
-        dq, dk, dv = kernels.attend_backward(dout, q, k_S, v_S, out, lse, call.spec, kernel)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
-    dq = torch.empty_like(q)
-    dkv = q.new_zeros(*k_S.shape[:2], 2, *k_S.shape[2:], dtype=accumulate_dtype(q.dtype))
-    for rows, queries, keys in parts:
-        block = (dout[rows, queries], q[rows, queries], k_S[rows, keys], v_S[rows, keys], out[rows, queries])
-        dq_part, dk_part, dv_part = kernels.attend_backward(*block, lse[rows, :, queries], call.spec, kernel)
-        dq[rows, queries] = dq_part
-        dkv[rows, keys, 0] += dk_part
-        dkv[rows, keys, 1] += dv_part
-    dkv_s = reduce_scatter_sequence(dkv, call.layout, core.mesh).to(k.dtype)
-    return dq, dkv_s[:, :, 0], dkv_s[:, :, 1]
+    _, backward = SCHEDULES[core.schedule]
+    return backward(call, saved, dout)
 
 
 class _Attend(torch.autograd.Function):
@@ -222,5 +175,5 @@ def attention_interface(
         raise ValueError(f"{core.name} cannot attend over a sharded sequence: {'; '.join(refused)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     spec = AttentionSpec(scale=scale, window=sliding_window, softcap=softcap, causal=causal)
-    call = Call(spec, decode(attention_mask, layout.padded), layout)
+    call = Call(core.mesh, layout, spec, decode(attention_mask, layout.padded), core.choose)
     return core(call, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), s_aux), None

@@ -123,7 +123,7 @@ def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSP
         shared=_shared_slots(block, slots, linears[last], attention),
         once=((linears[last], "bias"),) if linears[last].bias is not None else (),
         rowwise=linears[last],
-        core=AttentionCore(mesh, config.kernel, name) if attention else None,
+        core=AttentionCore(mesh, config.kernel, name, config.schedule) if attention else None,
     )
 
 

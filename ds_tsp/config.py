@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _SECTION = "tsp"
 _NOT_MISSPELT = {_SECTION, "tp"}  # "tp" is DeepSpeed's own name for tensor_parallel in an inference config
@@ -28,7 +28,6 @@ _CONFLICTS = {  # other schemes that would divide the same ranks: path of the ke
     ("tensor_parallel", "autotp_size"): "TSP already shards the weights; remove the tensor_parallel section",
     ("sequence_parallel_size",): "TSP already shards the sequence; remove sequence_parallel_size",
 }
-_LATER = {"metp": 'schedule "metp" is not in this version; use "tsp"'}
 
 
 class TSPConfig(DeepSpeedConfigModel):
@@ -37,7 +36,7 @@ class TSPConfig(DeepSpeedConfigModel):
     model_config = ConfigDict(frozen=True)
 
     size: int = Field(ge=1, strict=True)  # strict: true, "4" and 4.0 are mistakes, not sizes
-    schedule: Literal["tsp"] = "tsp"
+    schedule: Literal["tsp", "metp"] = "tsp"
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     kernel: Literal["auto", "flash_attn", "sdpa", "reference"] = "auto"
     shard_vocab: bool = Field(True, strict=True)
@@ -49,13 +48,6 @@ class TSPConfig(DeepSpeedConfigModel):
         # Not DeepSpeedConfigModel's: that drops every "auto" (layout="auto" would pass) and swallows a key named
         # "strict".
         BaseModel.__init__(self, **data)
-
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _refuse_later(cls, schedule: Any) -> Any:
-        if isinstance(schedule, str) and schedule in _LATER:
-            raise ValueError(_LATER[schedule])
-        return schedule
 
 
 def load_config(config: dict[str, Any] | str | PathLike[str] | None = None, args: Any = None) -> dict[str, Any]:

@@ -92,3 +92,31 @@ def blocks(documents: Sequence[Document], run: tuple[int, int], window: int | No
             reach = start if window is None else max(start, first - window + 1)
             rows = slice(None) if row == ALL_ROWS else slice(row, row + 1)
             yield rows, slice(first, last), slice(reach, last if causal else stop)
+
+
+def pairs(documents: Sequence[Document], queries: tuple[int, int], keys: tuple[int, int], window: int | None,
+          causal: bool) -> Iterator[tuple[slice, slice, slice, str]]:  # fmt: skip
+    """The kernel calls of one chunk of queries on one chunk of keys, the same or another: rows, queries, keys, kind.
+
+    kind "causal": aligned at the bottom right, a window still to be applied. "full": every query sees every key.
+    "flipped": queries leave the window of an earlier chunk's keys one by one, which is causal with both turned round.
+    """
+    for row, start, stop in documents:
+        (x, y), (low, high) = (_within(run, start, stop) for run in (queries, keys))
+        if x >= y or low >= high or (causal and low >= y):
+            continue
+        rows = slice(None) if row == ALL_ROWS else slice(row, row + 1)
+        if causal and queries == keys:
+            yield rows, slice(x, y), slice(low, high), "causal"
+            continue
+        all_of_them = y if window is None else min(y, low + window)  # the first query that misses a key
+        if x < all_of_them:
+            yield rows, slice(x, all_of_them), slice(low, high), "full"
+        if window is not None:
+            first, last = max(x, low + window), min(y, high + window - 1)
+            if first < last:
+                yield rows, slice(first, last), slice(first - window + 1, high), "flipped"
+
+
+def _within(run: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
+    return max(run[0], start), min(run[1], stop)

@@ -59,7 +59,7 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
                 owner.__class__ = FoldedConv1D
     for name, module in model.named_modules():
         if not hasattr(module, "tsp_core") and (hasattr(module, "is_causal") or "Attention" in type(module).__name__):
-            module.tsp_core = AttentionCore(mesh, config.kernel, name)
+            module.tsp_core = AttentionCore(mesh, config.kernel, name, config.schedule)
     if config.shard_vocab:
         _shard_vocabulary(folded, mesh)
     _follow_longest_position(folded)

@@ -75,6 +75,17 @@ def test_whole_model_equals_unsharded(family: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_metp_equals_unsharded(family: str, layout: str, size: int) -> None:
+    """K/V go round a ring: full attention, and windows that end inside of another rank's chunk."""
+    tsp = {"schedule": "metp", "layout": layout}
+    for length, window in ((19, 5), (26, 3), (33, 14)):
+        sizes = {} if family == "llama" else {"sliding_window": window}
+        assert_small(run_ranks(size, model_job, family, size, length, tsp=tsp, **sizes))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 2), (8, 4), (6, 6)])
 def test_any_number_of_heads(size: int, heads: int, kv_heads: int) -> None:
     """P above, below and coprime to the kv heads; slices of heads, and of uneven size."""

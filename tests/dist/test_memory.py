@@ -1,6 +1,7 @@
 """What one rank holds: 1/P of the folded weights, and never a whole sequence of activations."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_tsp
+from ds_tsp.kernels import reference
 from ds_tsp.layout import head_groups
 from tests.dist.test_fold import folded_pair
 from tests.harness import run_ranks
@@ -34,9 +36,9 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def largest_job(size: int, kv_heads: int) -> int:
+def largest_job(size: int, kv_heads: int, **tsp: str) -> int:
     """One decoder layer, forward and backward, on this rank's tokens."""
-    _, model, _ = folded_pair("llama", size, torch.float32, **{**SIZES, "num_key_value_heads": kv_heads})
+    _, model, _ = folded_pair("llama", size, torch.float32, tsp, **{**SIZES, "num_key_value_heads": kv_heads})
     x = torch.randn(B, S // size, D, requires_grad=True)
     positions = torch.arange(S // size)[None]
     rotary = model.model.rotary_emb(x, positions)
@@ -50,6 +52,40 @@ def test_no_whole_sequence_but_one_groups_kv(size: int, kv_heads: int) -> None:
     one_groups_kv = 2 * B * S * (kv_heads // head_groups(kv_heads, size)) * E
     for numel in run_ranks(size, largest_job, size, kv_heads):
         assert numel <= one_groups_kv < B * S * D
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 4), (4, 2)])
+def test_metp_holds_no_whole_sequence_at_all(size: int, kv_heads: int) -> None:
+    """Nothing is larger than this rank's tokens at the widest place of a layer: the model's width, or one group's K/V."""
+    widest = max(D, 4 * E, 2 * (kv_heads // head_groups(kv_heads, size)) * E)
+    for numel in run_ranks(size, largest_job, size, kv_heads, schedule="metp"):
+        assert numel <= B * (S // size) * widest
+
+
+def score_job(size: int) -> list[int]:
+    """Elements of each score block that the reference kernel makes for one term, under metp."""
+    _, model, mesh = folded_pair("llama", size, torch.float32, {"schedule": "metp", "kernel": "reference"}, **SIZES)
+    seen: list[int] = []
+    with mock.patch.object(reference, "hidden", _recording(reference.hidden, seen)), torch.no_grad():
+        x = torch.randn(B, S // size, D)
+        rotary = model.model.rotary_emb(x, torch.arange(S // size)[None])
+        model.model.layers[0].self_attn(x, position_embeddings=rotary)
+    return seen
+
+
+def _recording(hidden: Any, seen: list[int]) -> Any:
+    def recorded(rows: int, keys: int, *rest: Any) -> Tensor:
+        seen.append(rows * keys)
+        return hidden(rows, keys, *rest)
+
+    return recorded
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_live_scores_of_metp(size: int) -> None:
+    """B (H/P) (S/P) (S/P) at most, the paper's O(1/P^3): a block is one chunk of queries on one chunk of keys."""
+    for seen in run_ranks(size, score_job, size):
+        assert seen and max(seen) <= (S // size) ** 2 / 4  # zigzag: a chunk is half of a rank's tokens
 
 
 def state_job(size: int, stage: int) -> dict[str, list[int]]:

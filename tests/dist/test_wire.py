@@ -32,8 +32,8 @@ def logged() -> dict[str, int]:
     return counted
 
 
-def wire_job(size: int, dtype: torch.dtype, sizes: dict[str, int], checkpointing: bool = False, shard_vocab: bool = False):
-    tsp = {"shard_vocab": shard_vocab}
+def wire_job(size: int, dtype: torch.dtype, sizes: dict[str, int], checkpointing: bool = False, **tsp: Any):
+    tsp = {"shard_vocab": False, **tsp}
     _, model, _ = folded_pair("llama", size, dtype, tsp, num_hidden_layers=LAYERS, **sizes)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -97,6 +97,24 @@ def test_bytes_equal_formulas(size: int, kv_heads: int, dtype: torch.dtype, chec
             "all_gather_into_tensor": again * want["K/V"],
             "reduce_scatter_tensor": want["dK/dV"],
         }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (3, 4), (4, 4)])
+def test_bytes_of_metp(size: int, kv_heads: int, dtype: torch.dtype, checkpointing: bool) -> None:
+    """K/V make P-1 hops instead of being gathered, which is as much; dK/dV ride behind and take P."""
+    sizes = {**SIZES, "num_key_value_heads": kv_heads}
+    want = {name: LAYERS * value for name, value in formulas(size, sizes, dtype.itemsize).items()}
+    again = 2 if checkpointing else 1
+    logs = run_ranks(size, wire_job, size, dtype, sizes, checkpointing, schedule="metp")
+    hops = [sum(Fraction(log[phase]["all_to_all_single"]) for log in logs) / size for phase in ("forward", "backward")]
+    assert hops[0] == want["mlp weights"] + want["K/V"]
+    gradients = want["mlp gradients"] + want["dK/dV"] / Fraction(size - 1, size)
+    assert hops[1] == again * hops[0] + gradients
+    for log in logs:
+        assert log["forward"]["all_gather_into_tensor"] == BATCH_CHECK
+        assert "all_gather_into_tensor" not in log["backward"] and "reduce_scatter_tensor" not in log["backward"]
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -192,10 +192,10 @@ def test_token_mean_needs_to_look_ahead(what: str, match: str) -> None:
     assert_all_ranks_raise(4, blind_token_mean_job, what, match=match)
 
 
-def curve_job(tied: bool, shard_vocab: bool) -> list[float]:
+def curve_job(tied: bool, **tsp: Any) -> list[float]:
     model = tiny("llama", tie_word_embeddings=tied)
     config = ds_config(2, 1, clip=1.0)
-    config["tsp"]["shard_vocab"] = shard_vocab
+    config["tsp"] |= tsp
     engine, *_ = ds_tsp.initialize(model=model, optimizer=adamw(model), config=config)
     losses = []
     for step in range(20):
@@ -209,10 +209,14 @@ def curve_job(tied: bool, shard_vocab: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_same_curve_with_the_vocabulary_sharded_or_not(tied: bool) -> None:
-    whole, sharded = (run_ranks(2, curve_job, tied, on) for on in (False, True))
-    assert whole[0][0] - whole[0][-1] > 0.01
-    assert max(abs(a - b) for a, b in zip(whole[0], sharded[0], strict=True)) < 1e-5
+def test_same_curve_whatever_the_options(tied: bool) -> None:
+    whole, *others = (
+        run_ranks(2, curve_job, tied, **tsp)[0]
+        for tsp in ({"shard_vocab": False}, {"shard_vocab": True}, {"schedule": "metp", "layout": "contiguous"})
+    )
+    assert whole[0] - whole[-1] > 0.01
+    for other in others:
+        assert max(abs(a - b) for a, b in zip(whole, other, strict=True)) < 1e-5
 
 
 def functional_dropout_job() -> Tensor:

@@ -103,8 +103,8 @@ def test_section_is_not_a_section(value):
         ({"size": "auto"}, 'tsp.size="auto" should be a valid integer'),
         ({"size": -1}, "tsp.size=-1 should be greater than or equal to 1"),
         ({"size": 2, "layout": "auto"}, 'tsp.layout="auto" should be "zigzag" or "contiguous"'),
-        ({"size": 2, "schedule": "ring"}, 'tsp.schedule="ring" should be "tsp"'),
-        ({"size": 2, "schedule": []}, 'tsp.schedule=[] should be "tsp"'),
+        ({"size": 2, "schedule": "ring"}, 'tsp.schedule="ring" should be "tsp" or "metp"'),
+        ({"size": 2, "schedule": []}, 'tsp.schedule=[] should be "tsp" or "metp"'),
         ({"size": 2, "plan": []}, "tsp.plan=[] should be a valid dictionary"),
         ({"size": 2, "plan": {3: "colwise"}}, "tsp.plan[3]=3 should be a valid string"),
         (

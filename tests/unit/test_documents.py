@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_tsp import documents
-from ds_tsp.documents import ALL_ROWS, blocks, decode, encode, restarting_positions, starts
+from ds_tsp.documents import ALL_ROWS, blocks, decode, encode, pairs, restarting_positions, starts
 from ds_tsp.layout import SequenceLayout
 
 
@@ -83,3 +83,32 @@ def test_blocks_are_exactly_what_may_be_seen(size, length, layout, cuts, window,
         for i in range(a, b):
             low = a if window is None else max(a, i - window + 1)
             assert seen[i] == set(range(low, i + 1 if causal else b))
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 30), st.sampled_from(["zigzag", "contiguous"]), st.sets(st.integers(1, 29)),
+    st.one_of(st.none(), st.integers(1, 12)), st.booleans(),
+)  # fmt: skip
+def test_pairs_are_exactly_what_may_be_seen(size, length, layout, cuts, window, causal) -> None:  # type: ignore[no-untyped-def]
+    """Over all chunks of keys, each query meets each key it may see once, and no other."""
+    window = window if causal else None
+    sequence = SequenceLayout(length, size, layout)
+    edges = [0, *sorted(c for c in cuts if c < length), sequence.padded]
+    found = tuple((ALL_ROWS, a, b) for a, b in zip(edges, edges[1:], strict=False))
+    chunks = [(i * sequence.chunk, (i + 1) * sequence.chunk) for i in range(sequence.num_chunks)]
+    seen: dict[int, list[int]] = {i: [] for i in range(sequence.padded)}
+    for mine in chunks:
+        for theirs in chunks:
+            for _, queries, keys, kind in pairs(found, mine, theirs, window, causal):
+                assert queries.start < queries.stop and keys.start < keys.stop
+                rows, columns = list(range(queries.start, queries.stop)), list(range(keys.start, keys.stop))
+                if kind == "flipped":
+                    rows, columns = rows[::-1], columns[::-1]
+                for n, i in enumerate(rows):  # aligned at the bottom right, as the kernels do it
+                    last = len(columns) if kind == "full" else len(columns) - len(rows) + n + 1
+                    first = max(0, last - window) if kind == "causal" and window else 0
+                    seen[i] += columns[first:last]
+    for _, a, b in found:
+        for i in range(a, b):
+            low = a if window is None else max(a, i - window + 1)
+            assert sorted(seen[i]) == list(range(low, i + 1 if causal else b))

@@ -16,8 +16,9 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"config", "documents", "layout", "meter"}),
     frozenset({"mesh", "kernels"}),
     frozenset({"comm"}),
-    frozenset({"attention", "grad_sync", "vocab"}),
-    frozenset({"data", "fold"}),
+    frozenset({"grad_sync", "schedules", "vocab"}),
+    frozenset({"attention", "data"}),
+    frozenset({"fold"}),
     frozenset({"blocks", "checkpoint", "loader", "model"}),
     frozenset({"inject"}),
     frozenset({"engine"}),
@@ -140,7 +141,7 @@ KERNELS = {"kernels.__init__": "from .front import attend", "kernels.front": "fr
         pytest.param({"mesh": "", "layout": "x = 1\nfrom .mesh import Mesh"}, ["layout:2 imports mesh"], id="up"),
         pytest.param({"mesh": "", "layout": "import ds_tsp.mesh as m"}, ["layout:1 imports mesh"], id="up-absolute"),
         pytest.param({"fold": "", "comm": "def f():\n  from . import fold"}, ["comm:2 imports fold"], id="up-lazy"),
-        pytest.param({"vocab": "", "attention": "from . import vocab"}, ["attention:1 imports vocab"], id="sideways"),
+        pytest.param({"vocab": "", "schedules": "from . import vocab"}, ["schedules:1 imports vocab"], id="sideways"),
         pytest.param({"__init__": "", "mesh": "from . import __version__"}, ["mesh:1 imports __init__"], id="to-top"),
         pytest.param(
             KERNELS | {"comm": "", "kernels.x": "from ..comm import a"}, ["kernels.x:1 imports comm"], id="out"

@@ -1,0 +1,164 @@
+"""Attention over a sharded sequence, by two schedules: queries stay; K/V are gathered ("tsp") or go round ("metp").
+
+Sources: TSP, arXiv 2604.26294; METP, doi 10.1631/FITEE.2400602.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .comm import gather_sequence, hop, reduce_scatter_sequence
+from .documents import Document, blocks, pairs
+from .kernels import AttentionSpec, Kernel
+from .layout import SequenceLayout, accumulate_dtype
+from .mesh import Mesh
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call computes: the kernel's spec, the documents in positions of the padded sequence, and by whom.
+
+    `choose` gives the kernel for a tensor and a spec.
+    """
+
+    mesh: Mesh
+    layout: SequenceLayout
+    spec: AttentionSpec
+    documents: tuple[Document, ...]
+    choose: Callable[[Tensor, AttentionSpec], Kernel]
+
+
+def _gather_kv(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if call.mesh.size == 1:
+        return k, v
+    kv = gather_sequence(torch.stack((k, v), dim=2), call.layout, call.mesh)
+    return kv[:, :, 0], kv[:, :, 1]
+
+
+def _blocks(call: Call) -> list[tuple[slice, slice, slice]]:
+    """The kernel calls of this rank: rows, LOCAL queries, keys."""
+    found, i = [], 0
+    for run in call.layout.runs(call.mesh.rank):
+        for rows, queries, keys in blocks(call.documents, run, call.spec.window, call.spec.causal):
+            found.append((rows, slice(queries.start - run[0] + i, queries.stop - run[0] + i), keys))
+        i += run[1] - run[0]
+    return found
+
+
+def gathered_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    k_S, v_S = _gather_kv(call, k, v)
+    kernel, parts = call.choose(q, call.spec), _blocks(call)
+    if len(parts) == 1:
+        _, queries, keys = parts[0]
+        return kernels.attend(q, k_S[:, keys], v_S[:, keys], call.spec, kernel)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
+    for rows, queries, keys in parts:
+        block = (q[rows, queries], k_S[rows, keys], v_S[rows, keys])
+        out[rows, queries], lse[rows, :, queries] = kernels.attend(*block, call.spec, kernel)
+    return out, lse
+
+
+def gathered_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Grads:
+    q, k, v, out, lse = saved
+    k_S, v_S = _gather_kv(call, k, v)
+    kernel, parts = call.choose(q, call.spec), _blocks(call)
+    if len(parts) == 1 and call.mesh.size == 1:
+        dq, dk, dv = kernels.attend_backward(dout, q, k_S, v_S, out, lse, call.spec, kernel)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+    dq = torch.empty_like(q)
+    dkv = q.new_zeros(*k_S.shape[:2], 2, *k_S.shape[2:], dtype=accumulate_dtype(q.dtype))
+    for rows, queries, keys in parts:
+        block = (dout[rows, queries], q[rows, queries], k_S[rows, keys], v_S[rows, keys], out[rows, queries])
+        dq_part, dk_part, dv_part = kernels.attend_backward(*block, lse[rows, :, queries], call.spec, kernel)
+        dq[rows, queries] = dq_part
+        dkv[rows, keys, 0] += dk_part
+        dkv[rows, keys, 1] += dv_part
+    dkv_s = reduce_scatter_sequence(dkv, call.layout, call.mesh).to(k.dtype)
+    return dq, dkv_s[:, :, 0], dkv_s[:, :, 1]
+
+
+def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K/V of one rank after another pass by; what each adds is merged by log-sum-exp. Source: METP, section 3."""
+    dtype = accumulate_dtype(q.dtype)
+    out = q.new_zeros(q.shape, dtype=dtype)
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
+    for owner, kv in _passing(call, k, v):
+        for rows, queries, keys, turn, spec in _pairs(call, owner):
+            block = [turn(x) for x in (q[rows, queries], kv[rows, keys, 0], kv[rows, keys, 1])]
+            out_part, lse_part = kernels.attend(block[0], block[1], block[2], spec, call.choose(q, spec))
+            part = turn(out_part).to(dtype), turn(lse_part, 2)
+            merged = kernels.merge(out[rows, queries], lse[rows, :, queries], *part)
+            out[rows, queries], lse[rows, :, queries] = merged
+    return out.to(q.dtype), lse
+
+
+def ring_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Grads:
+    """dK/dV of a rank ride one step behind its K/V and take one last hop home, as dW does in an MLP."""
+    q, k, v, out, lse = saved
+    dtype, mesh = accumulate_dtype(q.dtype), call.mesh
+    dq, riding = q.new_zeros(q.shape, dtype=dtype), None
+    for owner, kv in _passing(call, k, v):
+        dkv = torch.zeros_like(kv, dtype=dtype)
+        for rows, queries, keys, turn, spec in _pairs(call, owner):
+            block = (dout[rows, queries], q[rows, queries], kv[rows, keys, 0], kv[rows, keys, 1], out[rows, queries])
+            d, a, b, c, o = (turn(x) for x in block)
+            parts = kernels.attend_backward(d, a, b, c, o, turn(lse[rows, :, queries], 2), spec, call.choose(q, spec))
+            dq_part, dk_part, dv_part = parts
+            dq[rows, queries] += turn(dq_part)
+            dkv[rows, keys, 0] += turn(dk_part)
+            dkv[rows, keys, 1] += turn(dv_part)
+        if riding is not None:
+            dkv += riding.wait()
+        riding = hop(dkv, dkv.shape, mesh)
+    assert riding is not None
+    dkv_s = riding.wait().to(k.dtype)
+    return dq.to(q.dtype), dkv_s[:, :, 0], dkv_s[:, :, 1]
+
+
+def _passing(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The ranks' K/V as they come by, [B, s, 2, k, E] of `owner`; the next is on its way while one is used."""
+    kv, size = torch.stack((k, v), dim=2), call.mesh.size
+    for t in range(size):
+        ahead = hop(kv, kv.shape, call.mesh) if t < size - 1 else None
+        yield (call.mesh.rank - t) % size, kv
+        if ahead is not None:
+            kv = ahead.wait()
+
+
+def _pairs(call: Call, owner: int) -> Iterator[tuple[slice, slice, slice, Any, AttentionSpec]]:
+    """The kernel calls of local queries on the keys of `owner`: rows, LOCAL queries, LOCAL keys, how to turn, spec."""
+    layout, spec = call.layout, call.spec
+    specs = {"causal": spec, "full": replace(spec, causal=False, window=None), "flipped": replace(spec, window=None)}
+    for i, mine in enumerate(layout.chunks(call.mesh.rank)):
+        for j, theirs in enumerate(layout.chunks(owner)):
+            runs = [(chunk * layout.chunk, (chunk + 1) * layout.chunk) for chunk in (mine, theirs)]
+            if spec.causal and theirs > mine:
+                continue
+            for rows, queries, keys, kind in pairs(call.documents, runs[0], runs[1], spec.window, spec.causal):
+                local = (_shift(queries, i * layout.chunk - runs[0][0]), _shift(keys, j * layout.chunk - runs[1][0]))
+                yield rows, *local, _turned if kind == "flipped" else _as_it_is, specs[kind]
+
+
+def _turned(x: Tensor, dim: int = 1) -> Tensor:
+    return x.flip(dim)
+
+
+def _as_it_is(x: Tensor, dim: int = 1) -> Tensor:
+    return x
+
+
+def _shift(run: slice, by: int) -> slice:
+    return slice(run.start + by, run.stop + by)
+
+
+# Name of the schedule -> (q, k, v -> out, lse) and (its saved q, k, v, out, lse, and dout -> dq, dk, dv).
+SCHEDULES = {"tsp": (gathered_forward, gathered_backward), "metp": (ring_forward, ring_backward)}
