@@ -100,7 +100,7 @@ def build(case: Case, args: argparse.Namespace, scope: str, dtype: torch.dtype, 
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh is not None:
-        inject(model, TSPConfig(size=case.size), mesh)
+        inject(model, TSPConfig(size=case.size, schedule=args.schedule), mesh)
         sum_replicated_gradients([p for p in model.parameters() if not hasattr(p, "tsp_cut")], mesh)
     ids = torch.randint(args.vocab_size, (args.batch, args.length), device=model.device)
     if scope == "model":
@@ -169,6 +169,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sizes", type=int, nargs="+", default=[1, 2, 4], help="values of P; those above the world are left out")
     add("--dtype", nargs="+", choices=DTYPES, default=["fp32"])
     add("--scope", nargs="+", choices=SCOPES, default=list(SCOPES))
+    add("--schedule", choices=("tsp", "metp"), default="tsp")
     add("--csv", type=Path, help="write the table to this file, too")
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args(argv)
