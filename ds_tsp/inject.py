@@ -22,6 +22,7 @@ from .attention import INTERFACE, AttentionCore, attention_interface
 from .blocks import plan_model
 from .comm import broadcast_from_first
 from .config import TSPConfig
+from .embedding import ShardedEmbedding
 from .fold import FoldedConv1D, fold_class
 from .layout import WeightCut, cut_bounds
 from .mesh import Mesh
@@ -152,7 +153,7 @@ def _shard_vocabulary(model: Any, mesh: Mesh) -> None:
                 cut = WeightCut(tuple(parameter.shape), 0, cut_bounds(parameter.shape[0], mesh.size))
                 _shard_parameter(parameter, cut, mesh)
     kind: Any = type(embedding)
-    embedding.__class__ = vocab.sharded_class(kind, vocab.ShardedEmbedding)
+    embedding.__class__ = vocab.sharded_class(kind, ShardedEmbedding)
     embedding.tsp_mesh = mesh
     if head is not None:
         head.tsp_ring = vocab.head_ring(head, mesh)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:  # ranks get this sys.path too: they import test modules as tests.dist.test_x
@@ -15,6 +16,13 @@ from tests.harness import ENV, close_pools, start_server  # noqa: E402
 
 for name, value in ENV.items():
     os.environ.setdefault(name, value)
+
+
+# Tests never judge by time: a loaded machine is no fault of the code. In CI every run draws the same examples.
+settings.register_profile(
+    "ds_tsp", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+)
+settings.load_profile("ds_tsp")
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:

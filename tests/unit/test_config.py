@@ -156,7 +156,7 @@ def accepts(batch, size, dp):
 NUMBER = st.none() | st.integers(-1, 24)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.tuples(NUMBER, NUMBER, NUMBER), st.integers(1, 4), st.integers(1, 4))
 @example((16, 2, 1), 4, 2)
 def test_batch_rule_is_deepspeeds(batch, size, dp):
@@ -164,7 +164,7 @@ def test_batch_rule_is_deepspeeds(batch, size, dp):
     assert accepts(given_keys, size, dp) == deepspeed_accepts(given_keys, dp)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(*[st.integers(1, 6)] * 4, st.sets(st.sampled_from(BATCH_KEYS), max_size=2))
 def test_consistent_batch_is_accepted(micro, steps, size, dp, missing):
     batch = dict(zip(BATCH_KEYS, (micro * steps * dp, micro, steps), strict=True))
@@ -174,7 +174,7 @@ def test_consistent_batch_is_accepted(micro, steps, size, dp, missing):
         assert accepts(batch, size, dp) == deepspeed_accepts(batch, dp) is True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.tuples(*[st.integers(1, 24)] * 3), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 3]))
 def test_suggested_batch_is_accepted(batch, size, dp, count):
     given_keys = dict(zip(BATCH_KEYS[:count], batch, strict=False))

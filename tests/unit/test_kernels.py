@@ -164,7 +164,7 @@ def test_equals_attention_spelled_out(flash_attn, name, softcap, tile, heads, he
         assert_close(got, naive(q, k, v, spec, dout), case=(rows, keys, window))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(["reference", "sdpa"]),
     rows=st.integers(1, 40),

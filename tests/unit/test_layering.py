@@ -16,7 +16,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"config", "documents", "layout", "meter"}),
     frozenset({"mesh", "kernels"}),
     frozenset({"comm"}),
-    frozenset({"grad_sync", "schedules", "vocab"}),
+    frozenset({"embedding", "grad_sync", "schedules", "vocab"}),
     frozenset({"attention", "data"}),
     frozenset({"fold"}),
     frozenset({"blocks", "checkpoint", "loader", "model"}),

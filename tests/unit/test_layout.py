@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_tsp.layout import (
@@ -162,7 +162,6 @@ def fulls(cut: BlockCut) -> list[torch.Tensor]:
 
 
 @given(block_cuts(), st.data())
-@settings(deadline=None)
 def test_slices_travel_packed_and_come_back(cut: BlockCut, data: st.DataObject) -> None:
     which = data.draw(st.lists(st.sampled_from(range(len(cut.weights))), min_size=1, unique=True).map(sorted))
     full = fulls(cut)
@@ -178,7 +177,6 @@ def test_slices_travel_packed_and_come_back(cut: BlockCut, data: st.DataObject) 
 
 
 @given(block_cuts())
-@settings(deadline=None)
 def test_terms_are_whole_groups_and_together_the_weight(cut: BlockCut) -> None:
     assert [rank for group in range(cut.groups) for rank in cut.members(group)] == list(range(cut.size))
     full, terms = fulls(cut), []
