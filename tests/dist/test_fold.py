@@ -80,7 +80,7 @@ def test_whole_model_equals_unsharded(family: str, size: int) -> None:
 def test_metp_equals_unsharded(family: str, layout: str, size: int) -> None:
     """K/V go round a ring: full attention, and windows that end inside of another rank's chunk."""
     tsp = {"schedule": "metp", "layout": layout}
-    for length, window in ((19, 5), (26, 3), (33, 14)):
+    for length, window in ((19, 5), (33, 14)):
         sizes = {} if family == "llama" else {"sliding_window": window}
         assert_small(run_ranks(size, model_job, family, size, length, tsp=tsp, **sizes))
 
