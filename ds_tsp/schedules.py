@@ -87,7 +87,7 @@ def gathered_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Gr
 
 
 def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K/V of one rank after another pass by; what each adds is merged by log-sum-exp. Source: METP, section 3."""
+    """K/V of one rank after another pass by; what each adds is merged by log-sum-exp. Source: METP."""
     dtype = accumulate_dtype(q.dtype)
     out = q.new_zeros(q.shape, dtype=dtype)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)

@@ -159,23 +159,18 @@ class _RingLinear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor):
         ring, (x, *parameters) = ctx.ring, ctx.saved_tensors
         rows = x.flatten(0, -2)
-        dx, home = _Accumulator(rows), ring.homeward(range(len(parameters)))
+        dx, home = _zero_dx(rows), ring.homeward(range(len(parameters)))
         for (j,), (own,) in ring.travel(parameters):
             low, high = _bounds(ring, j)
             dz = dout[..., low:high].flatten(0, -2)
-            dx.add(slice(None), dz, own[0])
+            dx += dz @ own[0]
             home.add((j,), [[dz.mT @ rows, dz.sum(0)][: len(own)]])
-        return None, dx.total.to(x.dtype).view_as(x), *(g.to(x.dtype) for g in home.finish())
+        return None, dx.to(x.dtype).view_as(x), *(g.to(x.dtype) for g in home.finish())
 
 
-class _Accumulator:
-    """dx [n, D], summed over slices of the vocabulary in fp32 where x is half precision."""
-
-    def __init__(self, rows: Tensor):
-        self.total = rows.new_zeros(rows.shape, dtype=accumulate_dtype(rows.dtype))
-
-    def add(self, tile: slice, dz: Tensor, weight: Tensor) -> None:
-        self.total[tile] += dz @ weight
+def _zero_dx(rows: Tensor) -> Tensor:
+    """Where dx [n, D] is summed over slices of the vocabulary: in fp32 where x is half precision."""
+    return torch.zeros_like(rows, dtype=accumulate_dtype(rows.dtype))
 
 
 class _RingCrossEntropy(torch.autograd.Function):
@@ -220,7 +215,7 @@ class _RingCrossEntropy(torch.autograd.Function):
         rows, size = x.flatten(0, -2), ring.cut.weights[0].bounds[-1]
         weight = torch.where(request.targets != IGNORE_INDEX, dloss, 0)[:, None]
         which = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need]
-        dx, home = _Accumulator(rows), ring.homeward(which) if which else None
+        dx, home = _zero_dx(rows), ring.homeward(which) if which else None
         for (j,), (own,) in ring.travel(parameters):
             low, high = _bounds(ring, j)
             inside, column = _columns(request.targets, low, high)
@@ -233,7 +228,7 @@ class _RingCrossEntropy(torch.autograd.Function):
                 share = inside[tile].to(grad.dtype) * (a - 1)
                 grad.scatter_add_(1, column[tile, None], share[:, None]).sub_(a / size).mul_(weight[tile])
                 dz = torch.autograd.grad(capped, z, grad.to(capped.dtype))[0] if request.steps else grad.to(z.dtype)
-                dx.add(tile, dz, own[0])
+                dx[tile] += dz @ own[0]
                 sums[0] += dz.mT @ rows[tile]
                 if len(sums) > 1:
                     sums[1] += dz.sum(0)
@@ -243,7 +238,7 @@ class _RingCrossEntropy(torch.autograd.Function):
         if home is not None:
             for i, grad in zip(which, home.finish(), strict=True):
                 grads[i] = grad.to(parameters[i].dtype)
-        return None, None, dx.total.to(x.dtype).view_as(x), *grads
+        return None, None, dx.to(x.dtype).view_as(x), *grads
 
 
 def _linear(rows: Tensor, own: list[Tensor]) -> Tensor:

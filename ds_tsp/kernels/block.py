@@ -59,11 +59,6 @@ class Kernel:
     row_tile: Callable[[torch.device, AttentionSpec], int | None]
 
 
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for half precision, else `dtype` itself: the dtype of lse and of summed gradients."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
 def hidden(rows: int, keys: int, spec: AttentionSpec, device: torch.device) -> Tensor:
     """True where causal `spec` hides a key. Shape: [rows, keys]."""
     row = torch.arange(keys - rows, keys, device=device)[:, None]

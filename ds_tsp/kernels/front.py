@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..layout import accumulate_dtype
 from . import flash, reference, sdpa
-from .block import AttentionSpec, Grads, Kernel, accumulate_dtype
+from .block import AttentionSpec, Grads, Kernel
 
 # In the order in which "auto" tries them.
 KERNELS = {kernel.name: kernel for kernel in (flash.KERNEL, sdpa.KERNEL, reference.KERNEL)}

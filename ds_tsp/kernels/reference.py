@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .block import AttentionSpec, Grads, Kernel, accumulate_dtype, hidden
+from ..layout import accumulate_dtype
+from .block import AttentionSpec, Grads, Kernel, hidden
 
 
 def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .block import AttentionSpec, Grads, Kernel, accumulate_dtype, before_ampere, hidden, merge
+from ..layout import accumulate_dtype
+from .block import AttentionSpec, Grads, Kernel, before_ampere, hidden, merge
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
