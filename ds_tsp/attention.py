@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .comm import Wire
 from .documents import decode, is_encoded
 from .kernels import AttentionSpec
 from .layout import local_layout
-from .mesh import Mesh
 from .schedules import SCHEDULES, Call
 
 INTERFACE = "ds_tsp"
@@ -35,7 +35,7 @@ class AttentionCore:
     tokens the term that runs has. `called`: the model has come by here.
     """
 
-    mesh: Mesh
+    wire: Wire
     kernel: str
     name: str
     schedule: str = "tsp"
@@ -154,7 +154,7 @@ def attention_interface(
             "module; its model cannot be used with TSP"
         )
     core.called = True
-    layout = local_layout(query.shape[2], core.mesh.size, core.mesh.layout)
+    layout = local_layout(query.shape[2], core.wire.mesh.size, core.wire.mesh.layout)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = causal and getattr(getattr(module, "config", None), "is_causal", True) is not False
     refused = [f"{name} was given" for name in _REFUSED if kwargs.get(name) is not None]
@@ -175,5 +175,5 @@ def attention_interface(
         raise ValueError(f"{core.name} cannot attend over a sharded sequence: {'; '.join(refused)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     spec = AttentionSpec(scale=scale, window=sliding_window, softcap=softcap, causal=causal)
-    call = Call(core.mesh, layout, spec, decode(attention_mask, layout.padded), core.choose)
+    call = Call(core.wire, layout, spec, decode(attention_mask, layout.padded), core.choose)
     return core(call, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), s_aux), None

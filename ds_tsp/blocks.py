@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .attention import AttentionCore
-from .comm import Broadcast, Ring
+from .comm import Wire
 from .config import TSPConfig
-from .fold import FoldPlan, Slot
 from .layout import BlockCut, WeightCut, cut_bounds, head_groups
-from .mesh import Mesh
+from .recompute import Recompute
+from .terms import FoldPlan, Slot
+from .transports import Broadcast, Ring
 
 _FOLDED_STYLES = ("colwise", "rowwise")
 _WHOLE_STYLES = ("replicate", "replicated_with_grad_allreduce")
@@ -28,13 +29,13 @@ class CannotFold(ValueError):
     """Why a block is not a sum over shards of its weights."""
 
 
-def plan_model(model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> dict[str, FoldPlan]:
+def plan_model(model: PreTrainedModel, config: TSPConfig, wire: Wire, recompute: Recompute) -> dict[str, FoldPlan]:
     """Module name -> how it is folded. Raises ValueError naming the module that cannot be, and why."""
     plans = {}
     for name, styles in find_blocks(model, config.plan).items():
         block = model.get_submodule(name)
         try:
-            plans[name] = _plan_block(block, name, styles, config, mesh)
+            plans[name] = _plan_block(block, name, styles, config, wire, recompute)
         except CannotFold as why:
             raise ValueError(
                 f"{name} ({type(block).__name__}) cannot be folded because {why}; to leave it whole, give tsp.plan "
@@ -83,7 +84,9 @@ def find_blocks(model: PreTrainedModel, own: Mapping[str, str] | None) -> dict[s
     return blocks
 
 
-def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSPConfig, mesh: Mesh) -> FoldPlan:
+def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSPConfig, wire: Wire,
+                recompute: Recompute) -> FoldPlan:  # fmt: skip
+    mesh = wire.mesh
     linears = _linear_layers(block, styles)
     last = next(child for child in linears if styles[child] == "rowwise")
     # Conv1D, the linear layer of GPT-2's time, keeps its weight transposed.
@@ -118,12 +121,13 @@ def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSP
     cut = BlockCut(tuple(cuts), mesh.size, groups if attention else mesh.size)
     return FoldPlan(
         name=name,
-        transport=Broadcast(cut, mesh) if attention else Ring(cut, mesh),
+        transport=Broadcast(cut, wire) if attention else Ring(cut, wire),
         sharded=slots,
         shared=_shared_slots(block, slots, linears[last], attention),
         once=((linears[last], "bias"),) if linears[last].bias is not None else (),
         rowwise=linears[last],
-        core=AttentionCore(mesh, config.kernel, name, config.schedule) if attention else None,
+        core=AttentionCore(wire, config.kernel, name, config.schedule) if attention else None,
+        recompute=recompute,
     )
 
 

@@ -1,24 +1,26 @@
-"""What travels over the TSP axis: weight slices, their gradients, and runs of tokens. All through ``deepspeed.comm``.
+"""Collectives over the TSP axis, all through ``deepspeed.comm``, and how a model's transfers run: ahead of their use,
+into buffers that its layers share, on two streams.
 
-A transport moves the slices of one block past every rank, one term at a time, and takes the weight gradients home. The
-next term's weights are in flight while the caller computes with this term's. A broadcast or a ring hop is a collective
-of the whole group, issued in the same order on every rank, so neither can deadlock and the comms logger sees both.
+A ring hop is a collective of the whole group, like every other transfer, issued in the same order on every rank: none
+of them can deadlock, and the comms logger sees them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.profiler import record_function
 
-from .layout import BlockCut, SequenceLayout, accumulate_dtype, pack
+from .layout import SequenceLayout
 from .mesh import Mesh
-
-Slice = list[Tensor]  # one rank's slices of the weights of a block
 
 
 @dataclass(frozen=True)
@@ -26,211 +28,174 @@ class InFlight:
     """A tensor that is right only after ``wait``; keeps alive what the transfer still reads."""
 
     tensor: Tensor
-    work: Any
+    work: Any = None
     source: Tensor | None = None
 
     def wait(self) -> Tensor:
+        """Orders the current stream behind the transfer; on a CPU, blocks. The host never waits for an accelerator."""
         if self.work is not None:
-            self.work.wait()
+            with record_function("ds_tsp.wire"):
+                self.work.wait()
         return self.tensor
 
 
-def hop(tensor: Tensor, shape: tuple[int, ...], mesh: Mesh, distance: int = 1) -> InFlight:
+class _Idle:
+    """Stands for a stream where the device has none: everything is in order already."""
+
+    def wait_stream(self, other: Any) -> None:
+        """As that of torch.cuda.Stream."""
+
+
+class Wire:
+    """How one model's transfers run. One object per model, shared by all its blocks.
+
+    `overlap`: transfers start ahead of their use. The results are the same without, bit for bit.
+
+    Buffers are lent under a name to one block at a time, and grow to the largest that was asked for. So a model has one
+    set of them, and not one per layer. `buffer_bytes` is what they take.
+
+    Terms of an attention block take turns on two streams ("lanes"): the exchange of K/V of one runs under the kernel of
+    the other. Transfers of weights start from the main stream, which waits for no kernel but the one that last read
+    the buffer. On a CPU, and without overlap, there is one stream and the same code runs on it.
+    """
+
+    LANES = 2
+
+    def __init__(self, mesh: Mesh, overlap: bool = True) -> None:
+        self.mesh, self.overlap, self.lane = mesh, overlap, 0
+        self._kept: dict[Any, Tensor] = {}
+        self._lent: dict[Any, Tensor] = {}
+        self._streams: list[Any] = []
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.itemsize for buffer in self._kept.values())
+
+    def borrow(self, name: Any, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous tensor of `shape` with whatever is in it. Give it back when its last reader has been started."""
+        numel, key = math.prod(shape), (name, dtype or like.dtype, like.device)
+        buffer = self._kept.pop(key, None)
+        if buffer is None or buffer.numel() < numel:
+            del buffer  # first, so that the two never live at once
+            buffer = like.new_empty(numel, dtype=key[1])
+        self._lent[key] = buffer
+        return buffer[:numel].view(*shape)
+
+    def give_back(self, name: Any, buffer: Tensor) -> None:
+        """After an error nothing is given back, since a transfer may still write to it."""
+        key = (name, buffer.dtype, buffer.device)
+        self._kept[key] = self._lent.pop(key)
+
+    def give_back_all(self, lent: Mapping[Any, Tensor]) -> None:
+        for name, buffer in lent.items():
+            self.give_back(name, buffer)
+
+    @contextmanager
+    def turn(self, term: int) -> Iterator[None]:
+        """What runs inside runs on the lane of `term`, behind what the main stream was given so far."""
+        accelerator = get_accelerator()
+        main = self._main()
+        if not self._streams:
+            make = accelerator.Stream if self.overlap else None
+            self._streams = [_Idle() if make is None else make() for _ in range(self.LANES)]
+        self.lane = term % self.LANES
+        stream = self._streams[self.lane]
+        stream.wait_stream(main)
+        try:
+            with accelerator.stream(None if isinstance(stream, _Idle) else stream):
+                yield
+        finally:
+            self.lane = 0
+
+    def after_other_lane(self) -> None:
+        """Order this lane behind all that the other one was given: for sums over terms."""
+        self._streams[self.lane].wait_stream(self._streams[1 - self.lane])
+
+    def main_after(self, term: int) -> None:
+        """Order the main stream behind the lane of `term`."""
+        if self._streams:
+            self._main().wait_stream(self._streams[term % self.LANES])
+
+    def join(self, *results: Tensor) -> None:
+        """Order the main stream behind both lanes; `results` were allocated on a lane and are used on the main one."""
+        for term in range(self.LANES):
+            self.main_after(term)
+        for tensor in results:
+            if tensor.device.type != "cpu" and not isinstance(self._main(), _Idle):
+                tensor.record_stream(self._main())
+
+    def _main(self) -> Any:
+        stream = get_accelerator().current_stream() if self.overlap else None
+        return _Idle() if stream is None else stream
+
+    def start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start `collective` over the group; the handle to wait for, None if it is done."""
+        with record_function("ds_tsp.wire"):
+            return collective(*args, **kwargs, group=self.mesh.group, async_op=self.overlap)
+
+    def hop(self, tensor: Tensor, out: Tensor) -> InFlight:
+        """Send contiguous `tensor` to the next rank of the ring; what the rank behind sends arrives in `out`."""
+        if self.mesh.size == 1:
+            return InFlight(tensor)
+        flat, splits = (out.view(-1), tensor.view(-1)), _splits(tensor, out, self.mesh, 1)
+        return InFlight(out, self.start(dist.all_to_all_single, *flat, *splits), tensor)
+
+
+def _splits(tensor: Tensor, out: Tensor, mesh: Mesh, distance: int) -> tuple[list[int], list[int]]:
+    """Of an all-to-all in which each rank sends to the rank `distance` ahead only: what is received, what is sent."""
+    received, sent = [0] * mesh.size, [0] * mesh.size
+    sent[(mesh.rank + distance) % mesh.size] = tensor.numel()
+    received[(mesh.rank - distance) % mesh.size] = out.numel()
+    return received, sent
+
+
+def exchange(tensor: Tensor, shape: tuple[int, ...], mesh: Mesh, distance: int) -> Tensor:
     """Send contiguous `tensor` to the rank `distance` ahead on the ring; a tensor of `shape` arrives from behind."""
     if distance % mesh.size == 0:
-        return InFlight(tensor, None)
+        return tensor
     out = tensor.new_empty(shape)
-    send_splits, receive_splits = [0] * mesh.size, [0] * mesh.size
-    send_splits[(mesh.rank + distance) % mesh.size] = tensor.numel()
-    receive_splits[(mesh.rank - distance) % mesh.size] = out.numel()
-    flat = (out.view(-1), tensor.view(-1))
-    work = dist.all_to_all_single(*flat, receive_splits, send_splits, group=mesh.group, async_op=True)
-    return InFlight(out, work, tensor)
-
-
-class Transport:
-    """Moves the slices of one block over the axis. A subclass says in which order and by which collective."""
-
-    def __init__(self, cut: BlockCut, mesh: Mesh):
-        self.cut, self.mesh = cut, mesh
-        self.all = range(len(cut.weights))
-
-    def terms(self) -> list[Sequence[int]]:
-        """For each term, in this rank's order, the ranks whose slices make it up."""
-        raise NotImplementedError
-
-    def travel(self, own: Slice) -> Iterator[tuple[Sequence[int], list[Slice]]]:
-        """Yield each term's members and their slices. The own slices are yielded as they are, not copied."""
-        raise NotImplementedError
-
-    def homeward(self, which: Sequence[int]) -> Homeward:
-        """Where the caller drops dW of the weights `which` after each term, to pick up its own slice's sum."""
-        raise NotImplementedError
-
-
-class Homeward:
-    """Sums dW over the ranks and brings each slice's sum to its owner, in fp32 where the weights are half precision."""
-
-    def __init__(self, transport: Transport, which: Sequence[int]):
-        self.cut, self.mesh, self.which = transport.cut, transport.mesh, which
-
-    def add(self, members: Sequence[int], grads: Sequence[Slice]) -> None:
-        raise NotImplementedError
-
-    def finish(self) -> Slice:
-        """dW of the own slice, summed over the axis."""
-        raise NotImplementedError
-
-    def _pack(self, grads: Slice) -> Tensor:
-        return pack(grads, accumulate_dtype(grads[0].dtype))
-
-
-class Broadcast(Transport):
-    """Every slice is broadcast by its owner; every rank computes the same term at the same time (attention).
-
-    Communication per rank: received (P-1) slices of weights forward and backward; dW is reduced to its owner.
-    """
-
-    def terms(self) -> list[Sequence[int]]:
-        return [self.cut.members(g) for g in range(self.cut.groups)]
-
-    def travel(self, own: Slice) -> Iterator[tuple[Sequence[int], list[Slice]]]:
-        terms = self.terms()
-        if self.mesh.size == 1:
-            yield terms[0], [own]
-            return
-        packed = pack(own)
-        ahead = self._start(terms[0], packed)
-        for t, members in enumerate(terms):
-            arriving, ahead = ahead, self._start(terms[t + 1], packed) if t + 1 < len(terms) else []
-            flats = [flight.wait() for flight in arriving]
-            # The own slices are at hand; the packed copy serves the other ranks only.
-            yield members, [own if j == self.mesh.rank else self.cut.unpack(flat, j, self.all)
-                            for j, flat in zip(members, flats, strict=True)]  # fmt: skip
-
-    def _start(self, members: Sequence[int], packed: Tensor) -> list[InFlight]:
-        flights = []
-        for j in members:
-            buffer = packed if j == self.mesh.rank else packed.new_empty(self.cut.numel(j, self.all))
-            work = dist.broadcast(buffer, self.mesh.ranks[j], group=self.mesh.group, async_op=True)
-            flights.append(InFlight(buffer, work))
-        return flights
-
-    def homeward(self, which: Sequence[int]) -> Homeward:
-        return (_ReduceHome if self.mesh.size > 1 else _AtHome)(self, which)
-
-
-class _AtHome(Homeward):
-    """One rank: the only term's dW is the sum already, so it is neither copied nor cast."""
-
-    def add(self, members: Sequence[int], grads: Sequence[Slice]) -> None:
-        self.own = grads[0]
-
-    def finish(self) -> Slice:
-        return self.own
-
-
-class _ReduceHome(Homeward):
-    def __init__(self, transport: Transport, which: Sequence[int]):
-        super().__init__(transport, which)
-        self.flights: list[InFlight] = []
-        self.own: Tensor | None = None
-
-    def add(self, members: Sequence[int], grads: Sequence[Slice]) -> None:
-        self._land()  # at most one term's buffers are in flight
-        for j, grad in zip(members, grads, strict=True):
-            flat = self._pack(grad)
-            if j == self.mesh.rank:
-                self.own = flat
-            work = dist.reduce(flat, self.mesh.ranks[j], group=self.mesh.group, async_op=True)
-            self.flights.append(InFlight(flat, work))
-
-    def _land(self) -> None:
-        while self.flights:
-            self.flights.pop().wait()
-
-    def finish(self) -> Slice:
-        self._land()
-        assert self.own is not None
-        return self.cut.unpack(self.own, self.mesh.rank, self.which)
-
-
-class Ring(Transport):
-    """Slices go round a ring: at step t rank p computes with slice p-t, while slice p-t-1 is on its way (MLP).
-
-    Communication per rank: P-1 hops of weights forward and backward. dW of a slice rides one step behind the slice,
-    from rank to rank, and takes a last hop home: P hops.
-    """
-
-    def terms(self) -> list[Sequence[int]]:
-        return [((self.mesh.rank - t) % self.mesh.size,) for t in range(self.mesh.size)]
-
-    def travel(self, own: Slice) -> Iterator[tuple[Sequence[int], list[Slice]]]:
-        last = self.mesh.size - 1
-        flat = pack(own) if last else None
-        for t, (j,) in enumerate(self.terms()):
-            ahead = None
-            if t < last:
-                assert flat is not None
-                ahead = hop(flat, (self.cut.numel((j - 1) % self.mesh.size, self.all),), self.mesh)
-            yield (j,), [own if t == 0 else self.cut.unpack(flat, j, self.all)]  # type: ignore[arg-type]
-            flat = ahead.wait() if ahead else None
-
-    def homeward(self, which: Sequence[int]) -> Homeward:
-        return (_RingHome if self.mesh.size > 1 else _AtHome)(self, which)
-
-
-class _RingHome(Homeward):
-    def __init__(self, transport: Transport, which: Sequence[int]):
-        super().__init__(transport, which)
-        self.riding: InFlight | None = None
-
-    def add(self, members: Sequence[int], grads: Sequence[Slice]) -> None:
-        (j,), (grad,) = members, grads
-        flat = self._pack(grad)
-        if self.riding is not None:
-            flat += self.riding.wait()
-        self.riding = hop(flat, (self.cut.numel((j - 1) % self.mesh.size, self.which),), self.mesh)
-
-    def finish(self) -> Slice:
-        assert self.riding is not None
-        return self.cut.unpack(self.riding.wait(), self.mesh.rank, self.which)
+    dist.all_to_all_single(out.view(-1), tensor.view(-1), *_splits(tensor, out, mesh, distance), group=mesh.group)
+    return out
 
 
 def gather_sequence(x: Tensor, layout: SequenceLayout, mesh: Mesh) -> Tensor:
     """Every rank's tokens in logical order.
 
-    Shapes: x [B, s, ...] -> [B, S, ...], S padded. Communication per rank: received (P-1) * x.numel() elements.
+    Shapes: x [B, s, ...] -> [B, S, ...], S padded.
+    Communication per rank: received (P-1) * x.numel() elements.
     """
     if mesh.size == 1:
         return x
-    gathered = x.new_empty(mesh.size, *x.shape)
+    raw = x.new_empty(mesh.size, *x.shape)
     # Flat on both sides: gloo takes the concatenated form only.
-    dist.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1), group=mesh.group)
-    full = x.new_empty(x.shape[0], layout.num_chunks, layout.chunk, *x.shape[2:])
+    dist.all_gather_into_tensor(raw.view(-1), x.contiguous().view(-1), group=mesh.group)
+    full = x.new_empty(x.shape[0], layout.padded, *x.shape[2:])
+    chunks = full.unflatten(1, (layout.num_chunks, layout.chunk))
     for rank in range(mesh.size):
-        held = gathered[rank].unflatten(1, (-1, layout.chunk))
+        held = raw[rank].unflatten(1, (-1, layout.chunk))
         for i, chunk in enumerate(layout.chunks(rank)):
-            full[:, chunk] = held[:, i]
-    return full.flatten(1, 2)
+            chunks[:, chunk] = held[:, i]
+    return full
 
 
 def reduce_scatter_sequence(full: Tensor, layout: SequenceLayout, mesh: Mesh) -> Tensor:
     """The sum over ranks of each one's [B, S, ...], of which this rank gets its own tokens: [B, s, ...].
 
-    The transpose of `gather_sequence`. Communication per rank: received (P-1)/P * full.numel() elements.
+    The transpose of `gather_sequence`.
+    Communication per rank: received (P-1)/P * full.numel() elements.
     """
     if mesh.size == 1:
         return full
     chunked = full.unflatten(1, (layout.num_chunks, layout.chunk))
-    shape = (full.shape[0], layout.chunks_per_rank, layout.chunk, *full.shape[2:])
+    shape = (full.shape[0], layout.local_length, *full.shape[2:])
     parts = full.new_empty(mesh.size, *shape)
     for rank in range(mesh.size):
+        held = parts[rank].unflatten(1, (-1, layout.chunk))
         for i, chunk in enumerate(layout.chunks(rank)):
-            parts[rank, :, i] = chunked[:, chunk]
+            held[:, i] = chunked[:, chunk]
     mine = full.new_empty(shape)
     dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=mesh.group)
-    return mine.flatten(1, 2)
+    return mine
 
 
 def all_reduce(tensor: Tensor, group: Any, size: int) -> Tensor:

@@ -39,6 +39,8 @@ class TSPConfig(DeepSpeedConfigModel):
     schedule: Literal["tsp", "metp"] = "tsp"
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     kernel: Literal["auto", "flash_attn", "sdpa", "reference"] = "auto"
+    overlap: bool = Field(True, strict=True)
+    recompute: Literal["none", "selective", "full"] = "selective"
     shard_vocab: bool = Field(True, strict=True)
     loss_average: Literal["batch", "token"] = "batch"
     gather_logits: bool = Field(True, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .comm import all_gather_rows, hop
+from .comm import all_gather_rows, exchange
 from .layout import WeightCut, accumulate_dtype
 from .mesh import Mesh
 
@@ -53,7 +53,7 @@ class _Embed(torch.autograd.Function):
             asker, owner = (me + distance) % mesh.size, (me - distance) % mesh.size
             rows = weight[routes.ids[asker, routes.asked(asker, me)] - cut.bounds[me]]
             mine = routes.asked(me, owner)
-            out[routes.order[mine]] = hop(rows, (mine.stop - mine.start, weight.shape[1]), mesh, distance).wait()
+            out[routes.order[mine]] = exchange(rows, (mine.stop - mine.start, weight.shape[1]), mesh, distance)
         ctx.routes, ctx.cut, ctx.mesh, ctx.padding_idx = routes, cut, mesh, padding_idx
         ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
         return out
@@ -66,7 +66,7 @@ class _Embed(torch.autograd.Function):
             owner, asker = (me + distance) % mesh.size, (me - distance) % mesh.size
             theirs = routes.asked(asker, me)
             rows = dout[routes.order[routes.asked(me, owner)]]
-            arrived = hop(rows, (theirs.stop - theirs.start, dout.shape[1]), mesh, distance).wait()
+            arrived = exchange(rows, (theirs.stop - theirs.start, dout.shape[1]), mesh, distance)
             ids = routes.ids[asker, theirs]
             if ctx.padding_idx is not None:
                 arrived = arrived.masked_fill((ids == ctx.padding_idx)[:, None], 0)

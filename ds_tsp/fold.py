@@ -10,145 +10,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from transformers.pytorch_utils import Conv1D
+from torch.profiler import record_function
 
-from .attention import AttentionCore
-from .comm import Transport
 from .layout import accumulate_dtype
-
-Slot = tuple[nn.Module, str]  # a parameter's place: the module that owns it and its name there
-
-
-@dataclass(frozen=True)
-class FoldPlan:
-    """How one block is folded. Hangs on the block as ``tsp_fold``.
-
-    sharded: weights cut over the axis, in the order of the transport's cut. shared: parameters that every term uses
-    whole (per-head norms). once: added by one term only (the rowwise bias). rowwise: the block's last linear layer.
-    """
-
-    name: str
-    transport: Transport
-    sharded: tuple[Slot, ...]
-    shared: tuple[Slot, ...]
-    once: tuple[Slot, ...]
-    rowwise: nn.Linear
-    core: AttentionCore | None
-
-    def parameters(self) -> list[Tensor]:
-        return [getattr(module, name) for slots in (self.sharded, self.shared, self.once) for module, name in slots]
-
-
-@contextmanager
-def _in_place_of(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put `tensors` where the parameters are while a term runs. Modules read them by name, so no copy and no hook."""
-    kept = [module._parameters[name] for module, name in slots]
-    try:
-        for (module, name), tensor in zip(slots, tensors, strict=True):
-            module._parameters[name] = tensor  # type: ignore[assignment]
-        yield
-    finally:
-        for (module, name), parameter in zip(slots, kept, strict=True):
-            module._parameters[name] = parameter
-
-
-class _LastGemm(torch.autograd.Function):
-    """A linear layer whose output nobody reads: only its gradients are wanted, so the product is not computed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None):
-        ctx.save_for_backward(x, weight)
-        return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        flat = dy.flatten(0, -2)
-        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if needs_x else None
-        dw = (flat.t() @ x.flatten(0, -2).to(dy.dtype)).to(weight.dtype) if needs_weight else None
-        return dx, dw, flat.sum(0) if needs_bias else None
-
-
-class FoldedConv1D(Conv1D):
-    """GPT-2's linear layer, for any width of its weight: its own forward goes by the width it was built with."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight.mT, self.bias)
-
-
-@contextmanager
-def _last_gemm_skipped(rowwise: nn.Linear) -> Iterator[None]:
-    def forward(x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        weight = rowwise.weight.mT if isinstance(rowwise, Conv1D) else rowwise.weight
-        return _LastGemm.apply(x, weight, rowwise.bias)
-
-    kept = rowwise.__dict__.get("forward")  # a wrapper that somebody else put on the instance
-    rowwise.forward = forward  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del rowwise.forward
-        if kept is not None:
-            rowwise.forward = kept  # type: ignore[method-assign]
-
-
-@contextmanager
-def _core_state(core: AttentionCore | None, tokens: int, **state: Any) -> Iterator[None]:
-    """Set `tape` or `replay` of the block's core while a term runs."""
-    if core is None:
-        yield
-        return
-    kept = (core.tokens, core.tape, core.replay)
-    core.tokens, core.tape, core.replay = tokens, state.get("tape"), state.get("replay")
-    try:
-        yield
-    finally:
-        core.tokens, core.tape, core.replay = kept
-
-
-class _Call:
-    """One call of a folded block: its arguments, with the tensors to differentiate taken out of the structure."""
-
-    def __init__(self, block: Folded, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.block, self.original = block, original
-        self.plan: FoldPlan = block.tsp_fold
-        leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.grad = torch.is_grad_enabled()
-        self.where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and (i == 0 or x.requires_grad)]
-        self.inputs = [leaves[i] for i in self.where]
-        self.leaves = [None if i in self.where else x for i, x in enumerate(leaves)]
-        self.rest: tuple[Any, ...] | None = None
-
-    def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor], shared: Sequence[Tensor],
-            once: Sequence[Tensor]) -> Tensor:  # fmt: skip
-        """One term: the original forward with the given weights in place."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.where, inputs, strict=True):
-            leaves[i] = x
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        plan = self.plan
-        with _in_place_of(plan.sharded + plan.shared + plan.once, [*weights, *shared, *once]):
-            out = self.original(self.block, *args, **kwargs)
-        if isinstance(out, tuple):
-            out, *rest = out
-            if any(x is not None for x in rest):
-                raise ValueError(f"{plan.name} cannot be folded because it returns more than its output: {out!r:.80}")
-            self.rest = tuple(rest)
-        return out
-
-    def output(self, y: Tensor) -> Any:
-        return y if self.rest is None else (y, *self.rest)
+from .recompute import Graphs, Pair
+from .terms import BlockCall, FoldPlan, Parts, core_state, last_gemm_skipped
+from .transports import Slice
 
 
 class _Fold(torch.autograd.Function):
@@ -156,89 +29,115 @@ class _Fold(torch.autograd.Function):
 
     Shapes: x, y [B, s, D]. Sharded over: tokens and weights, both over the TSP axis; y is complete, no reduce follows.
     Communication per rank: the transport's, and for attention that of `attend_forward` and `attend_backward`.
-    Saved: inputs and own shards; for attention each term's output and lse. Projections are recomputed.
+    Saved: inputs and own shards, and what `Recompute` says; no weight of another rank.
     Gradient: dW of the own shards arrives summed over the axis, reduce it over dp only. Gradients of shared parameters
     cover local tokens: sum them over the axis (`grad_sync`). Sums are kept in fp32 where tensors are half precision.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
-        plan, n = call.plan, len(call.inputs)
-        inputs, sharded, shared, once = _split(plan, tensors, n)
-        tape: list[tuple[Tensor, Tensor]] | None = [] if call.grad and any(ctx.needs_input_grad) else None
+    def forward(ctx: Any, call: BlockCall, *tensors: Tensor) -> Tensor:
+        plan, transport, needs = call.plan, call.plan.transport, ctx.needs_input_grad[1:]
+        differentiated = call.grad and any(needs)
+        keep = plan.recompute.begin(differentiated, plan.core is not None)
+        graphs = keep.graphs
+        parts = Parts(plan, tensors if graphs is None else _leaves(tensors, needs), len(call.inputs), needs)
         total: Tensor | None = None
-        terms, nothing = plan.transport.terms(), [torch.zeros_like(x) for x in once]
-        with _core_state(plan.core, inputs[0].shape[1], tape=tape):
-            for t, (_, slices) in enumerate(plan.transport.travel(sharded)):
-                weights = plan.transport.cut.assemble(slices)
-                y = call.run(inputs, weights, shared, once if t == 0 else nothing)
-                if len(terms) > 1:
+        for t, term in enumerate(transport.travel(parts.own)):
+            with term.turn(), core_state(plan.core, tensors[0].shape[1], keep.tape, keep.replayed(t)):
+                slices = term.arrive()
+                if graphs is None:
+                    y = call.run(parts, transport.cut.assemble(slices), t)
+                else:
+                    y = _recorded(graphs, call, parts, slices, t)
+                transport.after_previous()
+                if transport.several:
                     total = y.to(accumulate_dtype(y.dtype)) if total is None else total.add_(y)
-        if tape is not None:
-            ctx.call, ctx.n_saved = call, len(tensors)
+        transport.join(y if total is None else total)
+        keep.end()
+        if differentiated:
+            ctx.call, ctx.n_saved, ctx.keep = call, len(tensors), keep
             ctx.autocast = torch.is_autocast_enabled(y.device.type), torch.get_autocast_dtype(y.device.type)
-            ctx.save_for_backward(*tensors, *(x for pair in tape for x in pair))
+            ctx.save_for_backward(*tensors, *keep.pairs())
         call.inputs = []  # saved by the context alone, so that checkpointing can drop them
         return y if total is None else total.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
-        call, plan = ctx.call, ctx.call.plan
+        call, plan, transport = ctx.call, ctx.call.plan, ctx.call.plan.transport
         saved = ctx.saved_tensors  # once: checkpointing unpacks each tensor one time only
         tensors, tape = saved[: ctx.n_saved], saved[ctx.n_saved :]
-        needs = ctx.needs_input_grad[1:]
-        n_inputs = len(call.where)
-        inputs, sharded, shared, once = _split(
-            plan, [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)], n_inputs
-        )
-        need_sharded = needs[n_inputs : n_inputs + len(sharded)]
-        which = [i for i, need in enumerate(need_sharded) if need]
-        home = plan.transport.homeward(which) if which else None
+        graphs, needs = ctx.keep.take_graphs(), ctx.needs_input_grad[1:]
+        parts = Parts(plan, _leaves(tensors, needs), len(call.where), needs)
+        home = transport.homeward(parts.which) if parts.which else None
         sums: list[Tensor | None] = [None] * len(needs)
-        whole = [(i, x) for i, x in enumerate([*inputs, *sharded, *shared, *once]) if needs[i]]
-        whole = [(i, x) for i, x in whole if not n_inputs <= i < n_inputs + len(sharded)]
-        first_once = len(needs) - len(once)
-        one_term = len(plan.transport.terms()) == 1  # nothing is summed: no fp32 copies
-        enabled, dtype = ctx.autocast
-        nothing = [torch.zeros_like(x) for x in once]
-        for t, (members, slices) in enumerate(plan.transport.travel([x.detach() for x in sharded])):
-            leaves = [
-                [x.detach().requires_grad_(need) for x, need in zip(s, need_sharded, strict=True)] for s in slices
-            ]
-            targets = [(i, x) for i, x in whole if t == 0 or i < first_once]
-            pair = tuple(tape[2 * t : 2 * t + 2]) or None
-            autocast = torch.autocast(dy.device.type, dtype=dtype) if enabled else nullcontext()
-            with (
-                torch.enable_grad(),
-                autocast,
-                _core_state(plan.core, inputs[0].shape[1], replay=pair),
-                _last_gemm_skipped(plan.rowwise),
-            ):
-                weights = plan.transport.cut.assemble(leaves)
-                y = call.run(inputs, weights, shared, once if t == 0 else nothing)
-            wanted = [x for _, x in targets] + [s[i] for s in leaves for i in which]
-            grads = torch.autograd.grad(y, wanted, dy, materialize_grads=True)
-            del y, weights
-            for (i, x), grad in zip(targets, grads[: len(targets)], strict=True):
-                # Not in place: autograd may hand one tensor out as the gradient of two inputs.
-                before = sums[i]
-                first = grad if one_term else grad.to(accumulate_dtype(x.dtype))
-                sums[i] = first if before is None else before + grad
-            if home is not None:
-                dw = grads[len(targets) :]
-                home.add(members, [list(dw[j : j + len(which)]) for j in range(0, len(dw), len(which))])
-            del grads
+        for t, term in enumerate(transport.travel(parts.own)):
+            targets = parts.targets(t)
+            with term.turn():
+                slices = term.arrive()
+                if graphs is None:
+                    pair = tuple(tape[2 * t : 2 * t + 2]) or None
+                    grads = _computed_again(call, parts, slices, t, pair, ctx.autocast, dy)
+                else:
+                    grads = _from_graph(graphs, parts, slices, t, dy)
+                transport.after_previous()
+                for (i, x), grad in zip(targets, grads, strict=False):
+                    # Not in place: autograd may hand one tensor out as the gradient of two inputs.
+                    before = sums[i]
+                    first = grad.to(accumulate_dtype(x.dtype)) if transport.several else grad
+                    sums[i] = first if before is None else before + grad
+                if home is not None:
+                    dw, each = grads[len(targets) :], len(parts.which)
+                    home.add(term.members, [dw[j : j + each] for j in range(0, len(dw), each)])
+                del grads
+        transport.join(*(g for g in sums if g is not None))
         if home is not None:
-            for i, grad in zip(which, home.finish(), strict=True):
-                sums[n_inputs + i] = grad
+            for i, grad in zip(parts.which, home.finish(), strict=True):
+                sums[len(parts.inputs) + i] = grad
         return None, *(None if g is None else g.to(x.dtype) for g, x in zip(sums, tensors, strict=True))
 
 
-def _split(plan: FoldPlan, tensors: Sequence[Tensor], n_inputs: int) -> tuple[list[Tensor], ...]:
-    """Inputs, sharded, shared and once, from the flat list that autograd sees."""
-    a = n_inputs + len(plan.sharded)
-    b = a + len(plan.shared)
-    return list(tensors[:n_inputs]), list(tensors[n_inputs:a]), list(tensors[a:b]), list(tensors[b:])
+def _leaves(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    return [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+
+
+def _recorded(graphs: Graphs, call: BlockCall, parts: Parts, slices: list[Slice], t: int) -> Tensor:
+    """y of a term, its graph kept."""
+    with torch.enable_grad():
+        leaves = [_leaves(own, parts.needs_sharded) for own in slices]
+        weights = call.plan.transport.cut.assemble(leaves)
+        flat = [x for own in leaves for x in own]
+        every = [*parts.inputs, *parts.shared, *parts.once, *flat]
+        y = graphs.record(lambda: call.run(parts, weights, t), every, weights)
+    for leaf in flat:  # its place in the graph is wanted, not the weight: the buffer is used again, and ZeRO-3 frees
+        leaf.data = leaf.new_empty(0)
+    return y
+
+
+def _from_graph(graphs: Graphs, parts: Parts, slices: list[Slice], t: int, dy: Tensor) -> list[Tensor]:
+    """Gradients of the targets, then of each member's slices, through the graph that was kept."""
+    cut, each = parts.plan.transport.cut, len(parts.own)
+    targets = [(i if i < len(parts.inputs) else i - each, x) for i, x in parts.targets(t)]
+    start = len(parts.inputs) + len(parts.shared) + len(parts.once)
+    targets += [(start + j * each + i, own[i]) for j, own in enumerate(slices) for i in parts.which]
+    grads = graphs.differentiate(t, [i for i, _ in targets], dy, cut.assemble(slices))
+    return [torch.zeros_like(x) if grad is None else grad for (_, x), grad in zip(targets, grads, strict=True)]
+
+
+def _computed_again(call: BlockCall, parts: Parts, slices: list[Slice], t: int, pair: Pair | None,
+                    autocast: tuple[bool, torch.dtype], dy: Tensor) -> list[Tensor]:  # fmt: skip
+    """Gradients of the targets, then of each member's slices: the term is computed again, without its last product."""
+    plan, (enabled, dtype) = call.plan, autocast
+    leaves = [_leaves(own, parts.needs_sharded) for own in slices]
+    with (
+        record_function("ds_tsp.recompute"),
+        torch.enable_grad(),
+        torch.autocast(dy.device.type, dtype=dtype) if enabled else nullcontext(),
+        core_state(plan.core, parts.inputs[0].shape[1], replay=pair),
+        last_gemm_skipped(plan.rowwise),
+    ):
+        y = call.run(parts, plan.transport.cut.assemble(leaves), t)
+    wanted = [x for _, x in parts.targets(t)] + [own[i] for own in leaves for i in parts.which]
+    return list(torch.autograd.grad(y, wanted, dy, materialize_grads=True))
 
 
 class Folded(nn.Module):
@@ -257,7 +156,7 @@ class Folded(nn.Module):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = _Call(self, self.tsp_original.forward, args, kwargs)
+        call = BlockCall(self, self.tsp_original.forward, args, kwargs)
         return call.output(_Fold.apply(call, *call.inputs, *self.tsp_fold.parameters()))
 
 

@@ -20,13 +20,15 @@ from transformers.pytorch_utils import Conv1D
 from . import vocab
 from .attention import INTERFACE, AttentionCore, attention_interface
 from .blocks import plan_model
-from .comm import broadcast_from_first
+from .comm import Wire, broadcast_from_first
 from .config import TSPConfig
 from .embedding import ShardedEmbedding
-from .fold import FoldedConv1D, fold_class
-from .layout import WeightCut, cut_bounds
+from .fold import fold_class
+from .layout import WeightCut, cut_bounds, lay_together
 from .mesh import Mesh
 from .model import ModelState, loss_function, model_class
+from .recompute import Recompute
+from .terms import FoldedConv1D
 
 
 def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Module]]:
@@ -39,7 +41,8 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
     """
     _check_model(model)
     assert isinstance(model, PreTrainedModel)
-    plans = plan_model(model, config, mesh)
+    wire, recompute = Wire(mesh, config.overlap), Recompute(config.recompute)
+    plans = plan_model(model, config, wire, recompute)
     if config.shard_vocab:
         _check_vocabulary(model, mesh)
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -48,7 +51,7 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
     if INTERFACE not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(INTERFACE, attention_interface)
     folded: Any = model
-    folded.tsp_state = ModelState.of(model, config, mesh)
+    folded.tsp_state = ModelState.of(model, config, wire, recompute)
     for name, plan in plans.items():
         block: Any = model.get_submodule(name)
         kind: Any = type(block)
@@ -58,15 +61,19 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
             _shard_parameter(getattr(owner, leaf), cut, mesh)
             if isinstance(owner, Conv1D):
                 owner.__class__ = FoldedConv1D
+        _lie_together([getattr(owner, leaf) for owner, leaf in plan.sharded], mesh)
     for name, module in model.named_modules():
         if not hasattr(module, "tsp_core") and (hasattr(module, "is_causal") or "Attention" in type(module).__name__):
-            module.tsp_core = AttentionCore(mesh, config.kernel, name, config.schedule)
+            module.tsp_core = AttentionCore(wire, config.kernel, name, config.schedule)
     if config.shard_vocab:
-        _shard_vocabulary(folded, mesh)
+        _shard_vocabulary(folded, wire)
     _follow_longest_position(folded)
     folded.loss_function = loss_function(model)
     kind = type(model)
     folded.__class__ = model_class(kind)
+    for module in model.modules():  # gradient checkpointing that was switched on before
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = recompute.around(module._gradient_checkpointing_func)  # type: ignore
     return sorted({type(model.get_submodule(name)) for name in plans}, key=lambda c: c.__name__)
 
 
@@ -144,8 +151,16 @@ def _shard_parameter(parameter: nn.Parameter, cut: WeightCut, mesh: Mesh) -> Non
     marked.model_parallel = marked.tensor_model_parallel = True
 
 
-def _shard_vocabulary(model: Any, mesh: Mesh) -> None:
+def _lie_together(parameters: list[nn.Parameter], mesh: Mesh) -> None:
+    """The slices of a block in one piece travel without being packed first, as long as nobody moves them."""
+    alike = {(p.dtype, p.device) for p in parameters}
+    if mesh.size > 1 and len(alike) == 1 and len({id(p) for p in parameters}) == len(parameters):
+        lay_together(parameters)
+
+
+def _shard_vocabulary(model: Any, wire: Wire) -> None:
     """Cut the embedding and the head; tied, they are one parameter, cut once."""
+    mesh = wire.mesh
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for module in (embedding, head):
         for parameter in () if module is None else module.parameters(recurse=False):
@@ -156,7 +171,7 @@ def _shard_vocabulary(model: Any, mesh: Mesh) -> None:
     embedding.__class__ = vocab.sharded_class(kind, ShardedEmbedding)
     embedding.tsp_mesh = mesh
     if head is not None:
-        head.tsp_ring = vocab.head_ring(head, mesh)
+        head.tsp_ring = vocab.head_ring(head, wire)
         head.tsp_state = model.tsp_state
         kind = type(head)
         head.__class__ = vocab.sharded_class(kind, vocab.ShardedHead)

@@ -147,20 +147,30 @@ class BlockCut:
         return [torch.cat(parts, dim=w.dim) for w, parts in zip(self.weights, zip(*slices, strict=True), strict=True)]
 
 
-def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """One flat buffer holding `tensors` one after another, in `dtype` (default: theirs, which must be the same).
+def pack(tensors: Sequence[Tensor], into: Tensor) -> Tensor:
+    """Copy `tensors` one after another into flat `into`, in its dtype; returns it."""
+    for tensor, part in zip(tensors, into.split([t.numel() for t in tensors]), strict=True):
+        part.view(tensor.shape).copy_(tensor)
+    return into
 
-    Raises ValueError if they differ: the receiver takes all slices to be of one dtype.
-    """
-    if dtype is None and len({t.dtype for t in tensors}) > 1:
-        raise ValueError(f"weights of a block must have one dtype to travel together; got {[t.dtype for t in tensors]}")
-    dtype = dtype or tensors[0].dtype
-    flat = tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=dtype)
-    offset = 0
+
+def together(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One flat view of `tensors` if they lie one behind the other in memory, else None."""
+    first, place = tensors[0], tensors[0].storage_offset()
     for tensor in tensors:
-        flat[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
-        offset += tensor.numel()
-    return flat
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == place):
+            return None
+        place += tensor.numel()
+    return first.detach().as_strided((place - first.storage_offset(),), (1,), first.storage_offset())
+
+
+def lay_together(tensors: Sequence[Tensor]) -> None:
+    """Give `tensors` of one dtype a common storage in which they lie one behind the other."""
+    plain = [t.detach() for t in tensors]
+    flat = pack(plain, plain[0].new_empty(sum(t.numel() for t in plain)))
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.data = part.view(tensor.shape)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

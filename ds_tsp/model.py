@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from . import data, documents
-from .comm import all_reduce
+from .comm import Wire, all_reduce
 from .config import TSPConfig
 from .data import Agreement, ShardedBatch
 from .mesh import Mesh
+from .recompute import Recompute
 from .vocab import LazyLogits
 
 _CAUSAL_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
@@ -39,6 +41,8 @@ class ModelState:
     """
 
     mesh: Mesh
+    wire: Wire
+    recompute: Recompute
     loss_average: str
     gather_logits: bool
     bidirectional: bool
@@ -50,12 +54,13 @@ class ModelState:
     reached: bool = False  # every layer was seen to attend across the axis
 
     @classmethod
-    def of(cls, model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> ModelState:
+    def of(cls, model: PreTrainedModel, config: TSPConfig, wire: Wire, recompute: Recompute) -> ModelState:
         causal = [getattr(m, "is_causal", True) for m in model.modules()] + [getattr(model.config, "is_causal", True)]
         # What is dropped by a function is kept as a number of the module that does it.
         rates = [v for m in model.modules() for n, v in vars(m).items() if "drop" in n and isinstance(v, float)]
         rates += [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
-        return cls(mesh, config.loss_average, config.gather_logits, not all(c is not False for c in causal), any(rates))
+        ahead = not all(c is not False for c in causal)
+        return cls(wire.mesh, wire, recompute, config.loss_average, config.gather_logits, ahead, any(rates))
 
 
 def loss_function(model: Any) -> Callable[..., Tensor]:
@@ -124,7 +129,14 @@ def model_class(original: Any) -> Any:
             )
         return original.save_pretrained(self, save_directory, is_main_process, state_dict, **kwargs)
 
-    members = {"forward": forward, "save_pretrained": save_pretrained, "__module__": original.__module__}
+    def _set_gradient_checkpointing(
+        self: Any, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **kwargs: Any
+    ) -> None:
+        function = self.tsp_state.recompute.around(gradient_checkpointing_func)
+        original._set_gradient_checkpointing(self, enable, function, **kwargs)
+
+    members = {"forward": forward, "save_pretrained": save_pretrained, "__module__": original.__module__,
+               "_set_gradient_checkpointing": _set_gradient_checkpointing}  # fmt: skip
     return type(original.__name__, (original,), members)
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .comm import gather_sequence, hop, reduce_scatter_sequence
+from .comm import Wire, gather_sequence, reduce_scatter_sequence
 from .documents import Document, blocks, pairs
 from .kernels import AttentionSpec, Kernel
 from .layout import SequenceLayout, accumulate_dtype
-from .mesh import Mesh
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -29,7 +28,7 @@ class Call:
     `choose` gives the kernel for a tensor and a spec.
     """
 
-    mesh: Mesh
+    wire: Wire
     layout: SequenceLayout
     spec: AttentionSpec
     documents: tuple[Document, ...]
@@ -37,16 +36,16 @@ class Call:
 
 
 def _gather_kv(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    if call.mesh.size == 1:
+    if call.wire.mesh.size == 1:
         return k, v
-    kv = gather_sequence(torch.stack((k, v), dim=2), call.layout, call.mesh)
+    kv = gather_sequence(torch.stack((k, v), dim=2), call.layout, call.wire.mesh)
     return kv[:, :, 0], kv[:, :, 1]
 
 
 def _blocks(call: Call) -> list[tuple[slice, slice, slice]]:
     """The kernel calls of this rank: rows, LOCAL queries, keys."""
     found, i = [], 0
-    for run in call.layout.runs(call.mesh.rank):
+    for run in call.layout.runs(call.wire.mesh.rank):
         for rows, queries, keys in blocks(call.documents, run, call.spec.window, call.spec.causal):
             found.append((rows, slice(queries.start - run[0] + i, queries.stop - run[0] + i), keys))
         i += run[1] - run[0]
@@ -71,7 +70,7 @@ def gathered_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Gr
     q, k, v, out, lse = saved
     k_S, v_S = _gather_kv(call, k, v)
     kernel, parts = call.choose(q, call.spec), _blocks(call)
-    if len(parts) == 1 and call.mesh.size == 1:
+    if len(parts) == 1 and call.wire.mesh.size == 1:
         dq, dk, dv = kernels.attend_backward(dout, q, k_S, v_S, out, lse, call.spec, kernel)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
     dq = torch.empty_like(q)
@@ -82,7 +81,8 @@ def gathered_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Gr
         dq[rows, queries] = dq_part
         dkv[rows, keys, 0] += dk_part
         dkv[rows, keys, 1] += dv_part
-    dkv_s = reduce_scatter_sequence(dkv, call.layout, call.mesh).to(k.dtype)
+    del k_S, v_S  # before the exchange makes room for dK/dV once more
+    dkv_s = reduce_scatter_sequence(dkv, call.layout, call.wire.mesh).to(k.dtype)
     return dq, dkv_s[:, :, 0], dkv_s[:, :, 1]
 
 
@@ -104,7 +104,7 @@ def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
 def ring_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Grads:
     """dK/dV of a rank ride one step behind its K/V and take one last hop home, as dW does in an MLP."""
     q, k, v, out, lse = saved
-    dtype, mesh = accumulate_dtype(q.dtype), call.mesh
+    dtype = accumulate_dtype(q.dtype)
     dq, riding = q.new_zeros(q.shape, dtype=dtype), None
     for owner, kv in _passing(call, k, v):
         dkv = torch.zeros_like(kv, dtype=dtype)
@@ -118,7 +118,7 @@ def ring_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Grads:
             dkv[rows, keys, 1] += turn(dv_part)
         if riding is not None:
             dkv += riding.wait()
-        riding = hop(dkv, dkv.shape, mesh)
+        riding = call.wire.hop(dkv, torch.empty_like(dkv))
     assert riding is not None
     dkv_s = riding.wait().to(k.dtype)
     return dq.to(q.dtype), dkv_s[:, :, 0], dkv_s[:, :, 1]
@@ -126,10 +126,10 @@ def ring_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Grads:
 
 def _passing(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The ranks' K/V as they come by, [B, s, 2, k, E] of `owner`; the next is on its way while one is used."""
-    kv, size = torch.stack((k, v), dim=2), call.mesh.size
-    for t in range(size):
-        ahead = hop(kv, kv.shape, call.mesh) if t < size - 1 else None
-        yield (call.mesh.rank - t) % size, kv
+    kv, mesh = torch.stack((k, v), dim=2), call.wire.mesh
+    for t in range(mesh.size):
+        ahead = call.wire.hop(kv, torch.empty_like(kv)) if t < mesh.size - 1 else None
+        yield (mesh.rank - t) % mesh.size, kv
         if ahead is not None:
             kv = ahead.wait()
 
@@ -138,7 +138,7 @@ def _pairs(call: Call, owner: int) -> Iterator[tuple[slice, slice, slice, Any, A
     """The kernel calls of local queries on the keys of `owner`: rows, LOCAL queries, LOCAL keys, how to turn, spec."""
     layout, spec = call.layout, call.spec
     specs = {"causal": spec, "full": replace(spec, causal=False, window=None), "flipped": replace(spec, window=None)}
-    for i, mine in enumerate(layout.chunks(call.mesh.rank)):
+    for i, mine in enumerate(layout.chunks(call.wire.mesh.rank)):
         for j, theirs in enumerate(layout.chunks(owner)):
             runs = [(chunk * layout.chunk, (chunk + 1) * layout.chunk) for chunk in (mine, theirs)]
             if spec.causal and theirs > mine:

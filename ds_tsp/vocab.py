@@ -7,7 +7,7 @@ of rows at a time. Source: METP, doi 10.1631/FITEE.2400602.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .comm import Ring
+from .comm import Wire
 from .layout import BlockCut, WeightCut, accumulate_dtype
-from .mesh import Mesh
+from .transports import Ring
 
 IGNORE_INDEX = -100  # Hugging Face's and torch's label of a token that does not count
-TILE_ELEMENTS = 2**23  # logits of one tile: 32 MiB in fp32
+TILE_ELEMENTS = 2**20, 2**23  # least and most logits of one tile: 4 and 32 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,17 @@ class ShardedHead(nn.Linear):
         return _RingCrossEntropy.apply(self.tsp_ring, request, input, *parameters)
 
 
-def head_ring(head: nn.Linear, mesh: Mesh) -> Ring:
+def head_ring(head: nn.Linear, wire: Wire) -> Ring:
     """How the slices of the output layer travel; its parameters are cut already."""
     cuts: list[WeightCut] = [getattr(p, "tsp_cut") for p in head.parameters(recurse=False)]  # noqa: B009
-    return Ring(BlockCut(tuple(cuts), mesh.size, mesh.size), mesh)
+    return Ring(BlockCut(tuple(cuts), wire.mesh.size, wire.mesh.size), wire)
+
+
+def _slices(ring: Ring, parameters: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """The slices as they pass by, and whose they are."""
+    for term in ring.travel(list(parameters)):
+        (j,), (own,) = term.members, term.arrive()
+        yield j, own
 
 
 def _bounds(ring: Ring, j: int) -> tuple[int, int]:
@@ -148,7 +155,7 @@ class _RingLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, x: Tensor, *parameters: Tensor) -> Tensor:
         out = x.new_empty(*x.shape[:-1], ring.cut.weights[0].bounds[-1])
-        for (j,), (own,) in ring.travel(list(parameters)):
+        for j, own in _slices(ring, parameters):
             low, high = _bounds(ring, j)
             out[..., low:high] = F.linear(x, *own)
         ctx.ring = ring
@@ -160,7 +167,7 @@ class _RingLinear(torch.autograd.Function):
         ring, (x, *parameters) = ctx.ring, ctx.saved_tensors
         rows = x.flatten(0, -2)
         dx, home = _zero_dx(rows), ring.homeward(range(len(parameters)))
-        for (j,), (own,) in ring.travel(parameters):
+        for j, own in _slices(ring, parameters):
             low, high = _bounds(ring, j)
             dz = dout[..., low:high].flatten(0, -2)
             dx += dz @ own[0]
@@ -179,7 +186,7 @@ class _RingCrossEntropy(torch.autograd.Function):
     With z = steps(x W^T + b): loss = sum over valid tokens of lse(z) - (1 - a) z_target - a mean(z), a the smoothing.
 
     Shapes: x [B, s, D], weight [v, D], targets [B s] -> scalar in fp32 (fp64 for fp64).
-    Live logits: [row tile, V/P], `TILE_ELEMENTS` at most (one row at least).
+    Live logits: [row tile, V/P], a quarter of x's elements, within `TILE_ELEMENTS` (one row at least).
     Communication per rank: forward P-1 hops of the weight, backward P-1 hops of the weight and P of dW.
     Saved: x, the own slice, lse. Gradient: dW arrives summed over the axis; reduce it over dp only.
     """
@@ -190,10 +197,10 @@ class _RingCrossEntropy(torch.autograd.Function):
         dtype, n = accumulate_dtype(x.dtype), rows.shape[0]
         highest = rows.new_full((n,), -torch.inf, dtype=dtype)
         total, at_target, summed = (rows.new_zeros(n, dtype=dtype) for _ in range(3))
-        for (j,), (own,) in ring.travel(list(parameters)):
+        for j, own in _slices(ring, parameters):
             low, high = _bounds(ring, j)
             inside, column = _columns(request.targets, low, high)
-            for tile in _tiles(n, high - low):
+            for tile in _tiles(rows, high - low):
                 z = _logits(rows[tile], own, request).to(dtype)
                 at_target[tile] += z.gather(1, column[tile, None])[:, 0].where(inside[tile], 0)
                 if a:
@@ -216,11 +223,11 @@ class _RingCrossEntropy(torch.autograd.Function):
         weight = torch.where(request.targets != IGNORE_INDEX, dloss, 0)[:, None]
         which = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need]
         dx, home = _zero_dx(rows), ring.homeward(which) if which else None
-        for (j,), (own,) in ring.travel(parameters):
+        for j, own in _slices(ring, parameters):
             low, high = _bounds(ring, j)
             inside, column = _columns(request.targets, low, high)
             sums = [torch.zeros_like(p, dtype=lse.dtype) for p in own]
-            for tile in _tiles(rows.shape[0], high - low):
+            for tile in _tiles(rows, high - low):
                 with torch.enable_grad():
                     z = _linear(rows[tile], own).requires_grad_()
                     capped = _after(z, request)
@@ -258,9 +265,10 @@ def _columns(targets: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     return (targets >= low) & (targets < high), (targets - low).clamp(0, high - low - 1)
 
 
-def _tiles(rows: int, width: int) -> Iterator[slice]:
-    height = max(1, TILE_ELEMENTS // width)
-    return (slice(start, min(start + height, rows)) for start in range(0, rows, height))
+def _tiles(rows: Tensor, width: int) -> Iterator[slice]:
+    least, most = TILE_ELEMENTS
+    height, n = max(1, min(max(rows.numel() // 4, least), most) // width), rows.shape[0]
+    return (slice(start, min(start + height, n)) for start in range(0, n, height))
 
 
 @functools.cache

@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 
 from ds_tsp.comm import (
-    Broadcast,
-    Ring,
-    Transport,
+    Wire,
     all_gather_rows,
     all_reduce,
     broadcast_from_first,
+    exchange,
     gather_sequence,
     gather_slices,
-    hop,
     reduce_scatter_sequence,
 )
 from ds_tsp.data import gather, global_sum
-from ds_tsp.layout import BlockCut, SequenceLayout, WeightCut, cut_bounds
+from ds_tsp.layout import BlockCut, SequenceLayout, WeightCut, cut_bounds, lay_together
 from ds_tsp.mesh import Mesh
+from ds_tsp.transports import Broadcast, Ring, Transport
 from tests.harness import assert_all_ranks_raise, run_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -48,16 +47,27 @@ def travel_job(kind: str, size: int, groups: int) -> list[list[int]]:
     """Each rank visits every slice once, in the order of `terms`; returns that order."""
     mesh = Mesh.create(size)
     cut, full = block(size, groups)
-    own, transport = slices_of(cut, full, mesh.rank), TRANSPORTS[kind](cut, mesh)
-    before, order = [x.clone() for x in own], []
-    for members, slices in transport.travel(own):
-        order.append(list(members))
-        for j, arrived in zip(members, slices, strict=True):
-            assert same(arrived, slices_of(cut, full, j)), f"slice of rank {j} is not what its owner sent"
-            assert all((a is b) == (j == mesh.rank) for a, b in zip(arrived, own, strict=True))
-    assert order == [list(members) for members in transport.terms()]
-    assert same(own, before)
-    return order
+    own = slices_of(cut, full, mesh.rank)
+    before, orders, used = [x.clone() for x in own], [], []
+    for overlap, together in ((True, False), (False, False), (True, True)):
+        if together:  # slices that lie in one piece are sent from where they lie
+            lay_together(own)
+        transport = TRANSPORTS[kind](cut, Wire(mesh, overlap))
+        for _ in range(2):  # the second time in the buffers of the first
+            orders.append([])
+            for term in transport.travel(own):
+                orders[-1].append(list(term.members))
+                with term.turn():
+                    for j, arrived in zip(term.members, term.arrive(), strict=True):
+                        assert same(arrived, slices_of(cut, full, j)), f"slice of rank {j} is not what its owner sent"
+                        assert all((a is b) == (j == mesh.rank) for a, b in zip(arrived, own, strict=True))
+            transport.join()
+            used.append(transport.wire.buffer_bytes)
+        assert orders[-1] == [list(members) for members in transport.terms()]
+    packed = sum(x.numel() for x in own) * own[0].itemsize if size > 1 else 0
+    assert used[0] == used[1] == used[2] == used[3] and used[4] == used[5] == used[0] - packed
+    assert all(order == orders[0] for order in orders) and same(own, before)
+    return orders[0]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +93,7 @@ def homeward_job(kind: str, size: int, groups: int, which: tuple[int, ...], half
     """Rank r's dW of a slice is (r + 1) times its values; in half precision, numbers that bf16 sums get wrong."""
     mesh = Mesh.create(size)
     cut, full = block(size, groups)
-    transport = TRANSPORTS[kind](cut, mesh)
+    transport = TRANSPORTS[kind](cut, Wire(mesh))
     for _ in range(2):  # nothing is left over from one backward to the next
         home = transport.homeward(which)
         for members in transport.terms():
@@ -115,18 +125,18 @@ def test_gradients_come_home_summed(kind: str, size: int) -> None:
             run_ranks(size, homeward_job, kind, size, groups, (0, 1, 2), True)
 
 
-def hop_job(size: int, distance: int) -> None:
+def exchange_job(size: int, distance: int) -> None:
     mesh = Mesh.create(size)
     sent = torch.full((mesh.rank + 1, 2), float(mesh.rank))
     source = (mesh.rank - distance) % size
-    got = hop(sent, (source + 1, 2), mesh, distance).wait()
+    got = exchange(sent, (source + 1, 2), mesh, distance)
     assert torch.equal(got, torch.full((source + 1, 2), float(source)))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_hop_goes_ahead(size: int) -> None:
+def test_exchange_goes_ahead(size: int) -> None:
     for distance in range(1, size + 1):
-        run_ranks(size, hop_job, size, distance)
+        run_ranks(size, exchange_job, size, distance)
 
 
 def sequence_job(size: int, length: int, kind: str, strided: bool) -> None:

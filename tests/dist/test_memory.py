@@ -10,8 +10,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_tsp
+from ds_tsp import schedules
 from ds_tsp.kernels import reference
 from ds_tsp.layout import head_groups
+from ds_tsp.meter import LiveBytes
 from tests.dist.test_fold import folded_pair
 from tests.harness import run_ranks
 from tests.integration.test_training import ds_config
@@ -88,6 +90,64 @@ def test_live_scores_of_metp(size: int) -> None:
         assert seen and max(seen) <= (S // size) ** 2 / 4  # zigzag: a chunk is half of a rank's tokens
 
 
+def activation_job(size: int, recompute: str) -> tuple[int, int]:
+    """Bytes that the forward of two layers leaves for backward, and the peak of both passes, above what was before."""
+    sizes = {**SIZES, "num_attention_heads": 4, "vocab_size": 56}
+    _, model, _ = folded_pair("llama", size, torch.float32, {"recompute": recompute}, **sizes)
+    held = []
+    for _ in range(2):  # the first makes the buffers
+        x = torch.randn(B, S // size, D, requires_grad=True)
+        rotary = model.model.rotary_emb(x, torch.arange(S // size)[None])
+        y = x
+        with LiveBytes() as meter:
+            for layer in model.model.layers:
+                y = layer(y, position_embeddings=rotary)
+            kept = meter.current - meter.start
+            y.sum().backward()
+            held.append((kept, meter.peak - meter.start))
+        del y
+    return held[-1]
+
+
+@pytest.mark.parametrize("recompute", ["selective", "none", "full"])
+def test_activations_halve(recompute: str) -> None:
+    """On two ranks each keeps half of what one keeps, within 10%."""
+    ((alone, _),) = run_ranks(1, activation_job, 1, recompute)
+    for kept, _ in run_ranks(2, activation_job, 2, recompute):
+        assert 0.45 * alone <= kept <= 0.55 * alone
+
+
+def attention_job(size: int) -> tuple[int, int]:
+    """Elements that METP's attention keeps for backward, its input included, and those of q, k, v of one term there."""
+    sizes = {**SIZES, "hidden_size": 40, "head_dim": 10, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    _, model, _ = folded_pair("llama", size, torch.float32, {"schedule": "metp"}, **sizes)
+    attention, seen = model.model.layers[0].self_attn, []
+    x = torch.randn(B, S // size, D, requires_grad=True)
+    rotary = model.model.rotary_emb(x, torch.arange(S // size)[None])
+    forward, backward = schedules.SCHEDULES["metp"]
+
+    def recorded(call: Any, saved: tuple[Tensor, ...], dout: Tensor) -> Any:
+        seen.append(sum(t.untyped_storage().size() // 4 for t in saved[:3]))
+        return backward(call, saved, dout)
+
+    with mock.patch.dict(schedules.SCHEDULES, {"metp": (forward, recorded)}):
+        attention(x, position_embeddings=rotary)[0].sum().backward()  # makes the buffers
+        with LiveBytes() as meter:
+            y, _ = attention(x, position_embeddings=rotary)
+            kept = meter.current - meter.start - y.numel() * 4
+            y.sum().backward()
+    return x.numel() + kept // 4, max(seen)
+
+
+@pytest.mark.parametrize(("size", "saved"), [(2, 0.4166), (4, 0.65)])
+def test_metp_keeps_less_than_tensor_parallelism(size: int, saved: float) -> None:
+    """Tensor parallelism keeps x, whole, and q, k, v, out of its heads: B S h (1 + 4/P). METP: B S h (2/P + 3/P^2)."""
+    tensor, lse = B * S * D * (1 + 4 / size), B * (S // size) * 4
+    for kept, term in run_ranks(size, attention_job, size):
+        assert kept + term == B * S * D * (2 / size + 3 / size**2) + lse
+        assert kept - lse + term <= (1 - saved) * tensor
+
+
 def state_job(size: int, stage: int) -> dict[str, list[int]]:
     """Elements of each folded weight's parameter, gradient and optimizer state, beside those of the whole weight."""
     model = tiny("llama", **SIZES)
@@ -101,7 +161,9 @@ def state_job(size: int, stage: int) -> dict[str, list[int]]:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "tsp_cut"):
             moments = [v.numel() for v in optimizer.state[parameter].values() if v.numel() > 1]
-            sizes[name] = [whole[name], parameter.untyped_storage().size() // 4, gradients[name], sum(moments)]
+            sizes[name] = [whole[name], parameter.numel(), gradients[name], sum(moments)]
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().size() // 4 for p in model.parameters()}
+    assert sum(storages.values()) == sum(p.numel() for p in model.parameters())  # slices keep nothing else alive
     engine.destroy()
     return sizes
 

@@ -11,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_tsp import vocab
 from ds_tsp.blocks import plan_model
+from ds_tsp.comm import Wire
 from ds_tsp.config import TSPConfig
 from ds_tsp.grad_sync import sum_replicated_gradients
 from ds_tsp.inject import inject
 from ds_tsp.layout import SequenceLayout, WeightCut, cut_bounds
 from ds_tsp.mesh import Mesh
+from ds_tsp.recompute import Recompute
 from tests.dist.test_fold import assert_small, folded_pair, gradient_errors, model_job
 from tests.dist.test_memory import Largest
 from tests.harness import assert_all_ranks_raise, run_ranks
@@ -40,7 +42,7 @@ def test_vocabulary_left_whole(size: int) -> None:
 
 
 def tile_job(elements: int) -> dict[str, float]:
-    vocab.TILE_ELEMENTS = elements
+    vocab.TILE_ELEMENTS = (elements, elements)
     return model_job("gemma2", 3, 17)
 
 
@@ -101,7 +103,7 @@ def test_embedding_never_holds_all_tokens(size: int) -> None:
 
 def logits_job(size: int, rows: int, words: int) -> int:
     """Largest tensor of the loss, forward and backward, in elements."""
-    vocab.TILE_ELEMENTS = 4096
+    vocab.TILE_ELEMENTS = (4096, 4096)
     mesh = Mesh.create(size)
     model = tiny("llama", vocab_size=words, num_hidden_layers=1)
     inject(model, TSPConfig(size=size), mesh)
@@ -191,7 +193,7 @@ def sizes_job(size: int) -> tuple[int, int, int]:
     total = sum(p.numel() for p in model.parameters())
     norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
     mesh = Mesh.create(size)
-    cuts = [c for plan in plan_model(model, TSPConfig(size=size), mesh).values() for c in plan.transport.cut.weights]
+    cuts = [c for plan in plan_model(model, TSPConfig(size=size), Wire(mesh), Recompute()).values() for c in plan.transport.cut.weights]
     words = model.get_input_embeddings().weight
     cuts.append(WeightCut(tuple(words.shape), 0, cut_bounds(words.shape[0], size)))
     return sum(torch.Size(c.slice_shape(mesh.rank)).numel() for c in cuts) + norms, total, norms

@@ -9,6 +9,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor, nn
 
 import ds_tsp
+from ds_tsp.layout import together
 from tests.harness import run_ranks
 from tests.models import tiny, tokens
 
@@ -128,6 +129,24 @@ def assert_same_run(size: int, stage: int, clip: float, accumulate: int, family:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_training_equals_unsharded(size: int, stage: int, clip: float, accumulate: int) -> None:
     assert_same_run(size, stage, clip, accumulate, layers=1)  # 48 runs: more layers are tested below
+
+
+def together_job(stage: int) -> list[bool]:
+    """Whether the slices of each block lie in one piece after two steps."""
+    model = tiny("llama")
+    engine, *_ = ds_tsp.initialize(model=model, optimizer=adamw(model), config=ds_config(2, stage))
+    for step in range(2):
+        engine.backward(engine(**micro_batch(step, 0, engine.tsp.dp_rank)).loss)
+        engine.step()
+    plans = [m.tsp_fold for m in model.modules() if hasattr(m, "tsp_fold")]
+    found = [together([getattr(owner, leaf) for owner, leaf in plan.sharded]) is not None for plan in plans]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_slices_travel_from_where_they_lie(stage: int) -> None:
+    assert run_ranks(4, together_job, stage) == [[True] * 4] * 4
 
 
 def norms_only_job(size: int, stage: int) -> tuple[float, float]:

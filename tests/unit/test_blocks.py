@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from ds_tsp.blocks import find_blocks, plan_model
-from ds_tsp.comm import Broadcast, Ring
+from ds_tsp.comm import Wire
 from ds_tsp.config import TSPConfig
 from ds_tsp.fold import FoldPlan
 from ds_tsp.layout import cut_bounds
 from ds_tsp.mesh import Mesh
+from ds_tsp.recompute import Recompute
+from ds_tsp.transports import Broadcast, Ring
 from tests.models import tiny
 
 QKVO = "q_proj.weight k_proj.weight v_proj.weight o_proj.weight"
@@ -30,7 +32,7 @@ def mesh_of(size: int) -> Mesh:
 
 
 def planned(model: nn.Module, own: dict[str, str] | None = None, size: int = 4) -> dict[str, FoldPlan]:
-    return plan_model(model, TSPConfig(size=size, plan=own), mesh_of(size))
+    return plan_model(model, TSPConfig(size=size, plan=own), Wire(mesh_of(size)), Recompute())
 
 
 def told(block: nn.Module, plan: FoldPlan) -> tuple[str, ...]:

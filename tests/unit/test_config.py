@@ -31,7 +31,7 @@ def refused(config, world_size=8):
 
 # ---- the section
 
-KEYS = "size, schedule, layout, kernel, shard_vocab, loss_average, gather_logits, plan"
+KEYS = "size, schedule, layout, kernel, overlap, recompute, shard_vocab, loss_average, gather_logits, plan"
 
 
 def test_defaults_and_frozen():
@@ -41,6 +41,8 @@ def test_defaults_and_frozen():
         "schedule": "tsp",
         "layout": "zigzag",
         "kernel": "auto",
+        "overlap": True,
+        "recompute": "selective",
         "shard_vocab": True,
         "loss_average": "batch",
         "gather_logits": True,
@@ -57,6 +59,8 @@ def test_all_keys():
         "schedule": "tsp",
         "layout": "contiguous",
         "kernel": "reference",
+        "overlap": False,
+        "recompute": "full",
         "shard_vocab": False,
         "loss_average": "token",
         "gather_logits": False,

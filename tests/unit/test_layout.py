@@ -14,8 +14,10 @@ from ds_tsp.layout import (
     accumulate_dtype,
     cut_bounds,
     head_groups,
+    lay_together,
     local_layout,
     pack,
+    together,
 )
 
 SIZES = st.integers(1, 8)
@@ -167,7 +169,7 @@ def test_slices_travel_packed_and_come_back(cut: BlockCut, data: st.DataObject) 
     full = fulls(cut)
     for rank in range(cut.size):
         own = [cut.weights[i].take(full[i], rank) for i in which]
-        flat = pack(own)
+        flat = pack(own, own[0].new_empty(cut.numel(rank, which)))
         assert flat.shape == (cut.numel(rank, which),) and flat.dtype == torch.int64
         assert torch.equal(flat, torch.cat([w.flatten() for w in own]))
         back = cut.unpack(flat, rank, which)
@@ -199,19 +201,27 @@ def test_a_slice_does_not_keep_the_whole_alive() -> None:
     assert full.count_nonzero() == 23
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_pack_takes_logical_order_and_the_dtype_asked_for(dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pack_takes_logical_order_and_the_dtype_asked_for(dtype: torch.dtype) -> None:
     strided, scalar = torch.arange(6.0).reshape(2, 3).t(), torch.tensor(9.0)
-    flat = pack([strided, scalar], dtype)
-    assert flat.tolist() == [0, 3, 1, 4, 2, 5, 9] and flat.dtype == (dtype or torch.float32)
+    into = torch.empty(7, dtype=dtype)
+    assert pack([strided, scalar], into) is into and into.tolist() == [0, 3, 1, 4, 2, 5, 9]
 
 
-def test_pack_refuses_to_mix_dtypes() -> None:
-    halves = [torch.ones(2, dtype=torch.bfloat16), torch.full((2,), 1 + 2**-12)]
-    for tensors in (halves, halves[::-1]):
-        with pytest.raises(ValueError, match="bfloat16"):
-            pack(tensors)
-    assert pack(halves, torch.float32).tolist() == [1, 1, 1 + 2**-12, 1 + 2**-12]
+def test_tensors_that_lie_together_are_one_without_a_copy() -> None:
+    tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor([7.0]), torch.arange(4.0).reshape(2, 2)]
+    assert together(tensors) is None
+    before = [t.clone() for t in tensors]
+    lay_together(tensors)
+    flat = together(tensors)
+    assert flat is not None and flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 0, 1, 2, 3]
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    tensors[2].mul_(2)
+    assert flat[-1] == 6, "a view, not a copy"
+    assert together(tensors[1:]) is not None and together(tensors[1:])[0] == 7  # from the middle of a storage
+    assert together([tensors[0], tensors[2]]) is None  # a gap
+    assert together([tensors[1], tensors[0]]) is None  # another order
+    assert together([tensors[0].t(), tensors[1]]) is None  # strided
 
 
 @pytest.mark.parametrize(
