@@ -167,14 +167,16 @@ def gather_sequence(x: Tensor, layout: SequenceLayout, mesh: Mesh) -> Tensor:
     if mesh.size == 1:
         return x
     raw = x.new_empty(mesh.size, *x.shape)
-    # Flat on both sides: gloo takes the concatenated form only.
-    dist.all_gather_into_tensor(raw.view(-1), x.contiguous().view(-1), group=mesh.group)
-    full = x.new_empty(x.shape[0], layout.padded, *x.shape[2:])
-    chunks = full.unflatten(1, (layout.num_chunks, layout.chunk))
-    for rank in range(mesh.size):
-        held = raw[rank].unflatten(1, (-1, layout.chunk))
-        for i, chunk in enumerate(layout.chunks(rank)):
-            chunks[:, chunk] = held[:, i]
+    with record_function("ds_tsp.wire"):
+        # Flat on both sides: gloo takes the concatenated form only.
+        dist.all_gather_into_tensor(raw.view(-1), x.contiguous().view(-1), group=mesh.group)
+    with record_function("ds_tsp.pack"):
+        full = x.new_empty(x.shape[0], layout.padded, *x.shape[2:])
+        chunks = full.unflatten(1, (layout.num_chunks, layout.chunk))
+        for rank in range(mesh.size):
+            held = raw[rank].unflatten(1, (-1, layout.chunk))
+            for i, chunk in enumerate(layout.chunks(rank)):
+                chunks[:, chunk] = held[:, i]
     return full
 
 
@@ -186,15 +188,17 @@ def reduce_scatter_sequence(full: Tensor, layout: SequenceLayout, mesh: Mesh) ->
     """
     if mesh.size == 1:
         return full
-    chunked = full.unflatten(1, (layout.num_chunks, layout.chunk))
     shape = (full.shape[0], layout.local_length, *full.shape[2:])
-    parts = full.new_empty(mesh.size, *shape)
-    for rank in range(mesh.size):
-        held = parts[rank].unflatten(1, (-1, layout.chunk))
-        for i, chunk in enumerate(layout.chunks(rank)):
-            held[:, i] = chunked[:, chunk]
+    with record_function("ds_tsp.pack"):
+        chunked = full.unflatten(1, (layout.num_chunks, layout.chunk))
+        parts = full.new_empty(mesh.size, *shape)
+        for rank in range(mesh.size):
+            held = parts[rank].unflatten(1, (-1, layout.chunk))
+            for i, chunk in enumerate(layout.chunks(rank)):
+                held[:, i] = chunked[:, chunk]
     mine = full.new_empty(shape)
-    dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=mesh.group)
+    with record_function("ds_tsp.wire"):
+        dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=mesh.group)
     return mine
 
 

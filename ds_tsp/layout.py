@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,9 @@ class BlockCut:
 
 def pack(tensors: Sequence[Tensor], into: Tensor) -> Tensor:
     """Copy `tensors` one after another into flat `into`, in its dtype; returns it."""
-    for tensor, part in zip(tensors, into.split([t.numel() for t in tensors]), strict=True):
-        part.view(tensor.shape).copy_(tensor)
+    with record_function("ds_tsp.pack"):
+        for tensor, part in zip(tensors, into.split([t.numel() for t in tensors]), strict=True):
+            part.view(tensor.shape).copy_(tensor)
     return into
 
 

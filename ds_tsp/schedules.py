@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from . import kernels
 from .comm import Wire, gather_sequence, reduce_scatter_sequence
@@ -38,8 +39,13 @@ class Call:
 def _gather_kv(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if call.wire.mesh.size == 1:
         return k, v
-    kv = gather_sequence(torch.stack((k, v), dim=2), call.layout, call.wire.mesh)
+    kv = gather_sequence(_side_by_side(k, v), call.layout, call.wire.mesh)
     return kv[:, :, 0], kv[:, :, 1]
+
+
+def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    with record_function("ds_tsp.pack"):
+        return torch.stack((k, v), dim=2)
 
 
 def _blocks(call: Call) -> list[tuple[slice, slice, slice]]:
@@ -126,7 +132,7 @@ def ring_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Grads:
 
 def _passing(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The ranks' K/V as they come by, [B, s, 2, k, E] of `owner`; the next is on its way while one is used."""
-    kv, mesh = torch.stack((k, v), dim=2), call.wire.mesh
+    kv, mesh = _side_by_side(k, v), call.wire.mesh
     for t in range(mesh.size):
         ahead = call.wire.hop(kv, torch.empty_like(kv)) if t < mesh.size - 1 else None
         yield (mesh.rank - t) % mesh.size, kv

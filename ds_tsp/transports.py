@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from .comm import InFlight, Wire
 from .layout import BlockCut, accumulate_dtype, pack, together
@@ -242,8 +243,9 @@ class _RingHome(Homeward):
             flat = pack(grad, self.lent[0][: self.cut.numel(j, self.which)])
         else:
             flat = self.riding.wait()
-            for part, dw in zip(self.cut.unpack(flat, j, self.which), grad, strict=True):
-                part += dw
+            with record_function("ds_tsp.pack"):
+                for part, dw in zip(self.cut.unpack(flat, j, self.which), grad, strict=True):
+                    part += dw
         numel, step = self.cut.numel((j - 1) % size, self.which), (self.mesh.rank - j) % size
         # The last hop brings the own slice's sum, which becomes the gradient: not into a buffer.
         out = flat.new_empty(numel) if step == size - 1 else self.lent[1 - step % 2][:numel]

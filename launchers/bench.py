@@ -10,6 +10,17 @@ A row is one case of one scope (a decoder layer, or the whole model with its los
     folded P=n         on n ranks that share the tokens; it recomputes inside, so without checkpointing
     folded P=1 + ckpt  the same under Hugging Face's checkpointing, on one rank
 
+With --breakdown: where each millisecond of a layer's forward and backward goes on rank 0, by torch's profiler, beside
+the unsharded layer with as many tokens on one rank (length / P). Self times by kind:
+
+    kernel      attention, forward and backward
+    GEMM        matrix products, but for those computed again
+    recompute   whatever is computed a second time, by the fold or by Hugging Face's checkpointing
+    packing     copies into and out of what travels: weights, dW, K/V
+    wire        collectives, and waiting for them
+    other       all other operators: norms, rotary, activations, sums
+    Python      the time in no operator; a profiler makes it longer
+
 Cases take turns while other ranks wait. A time is the median over rounds of the slowest rank, a ratio that of ratios
 within a round. Memory is the fullest rank's, in a pass of its own, above what was live before the forward; backward's
 includes the gradients. Where ranks share cores, P > 1 is not faster, only smaller.
@@ -18,9 +29,12 @@ includes the gradients. Where ranks share cores, P > 1 is not faster, only small
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,6 +44,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from ds_tsp.config import TSPConfig
@@ -44,6 +59,9 @@ SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
 Work = tuple[nn.Module, Callable[[], Tensor], Callable[[Tensor], None]]  # a module, one forward, one backward
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCOPES = ("layer", "model")
+KINDS = ("kernel", "GEMM", "recompute", "packing", "wire", "other", "Python")
+RANGES = {"ds_tsp.recompute": "recompute", "ds_tsp.pack": "packing", "ds_tsp.wire": "wire"}
+GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 HEADER = ("scope", "dtype", "case", "forward ms", "backward ms", "both ms", "/unsharded", "/unsharded+ckpt",
           "weights MiB", "forward peak MiB", "backward peak MiB")  # fmt: skip
 
@@ -161,6 +179,83 @@ def measure(args: argparse.Namespace, scope: str, dtype: torch.dtype, axes: dict
     return [Row(case, taken[case], *held[case]) for case in works]
 
 
+def kind(event: Any) -> str:
+    """Of an operator, by its name, or by the range of ours that it lies in."""
+    name, around = event.name, event
+    inside = set()
+    while around is not None:
+        inside.add(RANGES.get(around.name))
+        around = around.cpu_parent
+    for found in ("wire", "packing"):
+        if found in inside:
+            return found
+    if "recompute" in inside:  # the kernel too, if it runs again
+        return "recompute"
+    if "scaled_dot_product" in name:
+        return "kernel"
+    return "GEMM" if name in GEMMS else "other"
+
+
+def breakdown(work: Work, repeats: int) -> dict[str, float]:
+    """Milliseconds per kind of one forward and backward, and in all."""
+    module, forward, backward = work
+    seconds = 0.0
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(repeats):
+            module.zero_grad(set_to_none=True)
+            start = time.perf_counter()
+            backward(forward())
+            get_accelerator().synchronize()
+            seconds += time.perf_counter() - start
+    spent: Counter[str] = Counter()
+    for event in profiler.events():
+        ours = event.name in RANGES and RANGES[event.name] != "wire"
+        if not ours and not event.name.startswith("ProfilerStep") and not event.is_async:
+            spent[kind(event)] += event.self_cpu_time_total / 1e3 / repeats
+    total = seconds * 1e3 / repeats
+    return {**spent, "Python": total - sum(spent.values()), "all": total}
+
+
+def again() -> tuple[Any, Any]:
+    """The contexts of a checkpointed layer's two runs: the second is computed again."""
+    return nullcontext(), record_function("ds_tsp.recompute")
+
+
+def breakdown_cases(args: argparse.Namespace) -> dict[str, Work | None]:
+    """By name; None on ranks that have no part in it."""
+    axes, size = meshes([1, dist.get_world_size()]), dist.get_world_size()
+    shorter = argparse.Namespace(**{**vars(args), "length": args.length // size})
+    layer_of = functools.partial(build, scope="layer", dtype=DTYPES[args.dtype[0]])
+    checkpointed = layer_of(Case(0, True), shorter, mesh=None)
+    if checkpointed is not None:
+        layer: Any = checkpointed[0]
+        function = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = functools.partial(function, context_fn=again)
+    return {
+        "unsharded": layer_of(Case(0), shorter, mesh=None),
+        "unsharded + ckpt": checkpointed,
+        "folded P=1": layer_of(Case(1), shorter, mesh=axes[1]),
+        f"folded P={size}": layer_of(Case(size), args, mesh=axes[size]),
+    }
+
+
+def print_breakdown(args: argparse.Namespace) -> None:
+    table: list[Sequence[str]] = [("case", *KINDS, "all")]
+    for name, work in breakdown_cases(args).items():
+        if work is not None:
+            breakdown(work, 1)  # warms up
+            found = breakdown(work, args.repeats)
+            table.append((name, *(f"{found.get(column, 0.0):.1f}" for column in (*KINDS, "all"))))
+        dist.barrier()
+    show(args, table)
+
+
+def show(args: argparse.Namespace, table: Sequence[Sequence[str]]) -> None:
+    if dist.get_rank() == 0:
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        print(vars(args), *("  ".join(map(str.rjust, line, widths)) for line in table), sep="\n", flush=True)
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -170,6 +265,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", nargs="+", choices=DTYPES, default=["fp32"])
     add("--scope", nargs="+", choices=SCOPES, default=list(SCOPES))
     add("--schedule", choices=("tsp", "metp"), default="tsp")
+    add("--breakdown", action="store_true", help="milliseconds of a layer by kind, instead")
     add("--csv", type=Path, help="write the table to this file, too")
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args(argv)
@@ -178,16 +274,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     dist.init_distributed(get_accelerator().communication_backend_name())
-    axes = meshes([size for size in args.sizes if size <= dist.get_world_size()])
-    table: list[Sequence[str]] = [HEADER]
-    for dtype in args.dtype:
-        for scope in args.scope:
-            rows = measure(args, scope, DTYPES[dtype], axes)
-            table += [(scope, dtype, *row.cells(rows[:2])) for row in rows]
-    if dist.get_rank() == 0:
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        print(vars(args), *("  ".join(map(str.rjust, line, widths)) for line in table), sep="\n", flush=True)
-        if args.csv:
+    if args.breakdown:
+        print_breakdown(args)
+    else:
+        axes = meshes([size for size in args.sizes if size <= dist.get_world_size()])
+        table: list[Sequence[str]] = [HEADER]
+        for dtype in args.dtype:
+            for scope in args.scope:
+                rows = measure(args, scope, DTYPES[dtype], axes)
+                table += [(scope, dtype, *row.cells(rows[:2])) for row in rows]
+        show(args, table)
+        if args.csv and dist.get_rank() == 0:
             args.csv.write_text("".join(",".join(line) + "\n" for line in table))
     dist.destroy_process_group()
 

@@ -73,3 +73,20 @@ def test_main_writes_the_table(tmp_path: Path) -> None:
     assert header == list(bench.HEADER)
     assert [line[:3] for line in lines] == [[scope, "fp32", name] for scope in bench.SCOPES for name in NAMES]
     assert all(float(cell) > 0 for line in lines for cell in line[3:])
+
+
+def breakdown_job() -> list[dict[str, dict[str, float]]]:
+    args = bench.arguments([*TINY, "--length", "64"])
+    return {name: bench.breakdown(work, 2) for name, work in bench.breakdown_cases(args).items() if work is not None}
+
+
+def test_breakdown_accounts_for_all_of_the_time() -> None:
+    found, other = run_ranks(2, breakdown_job)
+    assert list(found) == ["unsharded", "unsharded + ckpt", "folded P=1", "folded P=2"] and list(other) == [
+        "folded P=2"
+    ]
+    for name, spent in found.items():
+        assert sum(spent[kind] for kind in bench.KINDS if kind in spent) == pytest.approx(spent["all"])
+        assert min(spent["kernel"], spent["GEMM"], spent["other"], spent["Python"]) > 0
+        assert ("recompute" in spent) == (name != "unsharded")
+        assert ("wire" in spent) == ("packing" in spent) == (name == "folded P=2")
