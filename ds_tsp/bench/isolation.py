@@ -12,8 +12,8 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# Process groups and the mpu, of the last engine that was made; Ulysses' groups; whether AutoTP trains; and the attention
-# that Ulysses puts in the place of sdpa, for every model of the process.
+# Process groups and the mpu, of the last engine that was made; Ulysses' groups; whether AutoTP trains; and the
+# attention that Ulysses puts in the place of sdpa, for every model of the process.
 _GROUP = re.compile("_[A-Z_]+|mpu|mesh_device|expert_tensor_parallel_world_size")
 _PLACES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (groups, tuple(name for name in vars(groups) if _GROUP.fullmatch(name))),

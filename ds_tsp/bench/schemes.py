@@ -75,13 +75,15 @@ class Settings:
 
 
 class Runner:
-    """A scheme that was built. `place` turns a step's sequences into this rank's micro-batches, outside of what is timed.
+    """A scheme that was built. d: its data-parallel ranks.
 
-    `step` and `forward` take them, and give the mean loss of this rank's micro-batches; its mean over the ranks is that
-    of the step.
+    `place` turns a step's sequences into this rank's micro-batches, outside of what is timed. `step` and `forward` take
+    them, and give the mean loss of this rank's micro-batches; its mean over the ranks is that of the step.
     """
 
-    def __init__(self, engine: Any, d: int, place: Callable[[Tensor], list[Batch]], loss: Callable[[Any, Batch], Tensor]):
+    def __init__(
+        self, engine: Any, d: int, place: Callable[[Tensor], list[Batch]], loss: Callable[[Any, Batch], Tensor]
+    ):
         self.engine, self.d, self.place, self.loss = engine, d, place, loss
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
@@ -140,7 +142,7 @@ def ds_config(settings: Settings, d: int, stage: int, **more: Any) -> dict[str, 
 
 
 def ungrouped_stage(settings: Settings) -> int:
-    """The ZeRO stage where one data-parallel rank leaves nothing to partition: 0, but bf16 needs fp32 master weights."""
+    """Of ZeRO, where one data-parallel rank leaves nothing to partition: 0, but bf16 needs fp32 master weights."""
     return 0 if settings.dtype == "fp32" else 1
 
 
@@ -237,7 +239,7 @@ def tp_ulysses(settings: Settings) -> Runner:
     groups neighbours, so its three steps are taken by hand; the ranks that share tokens are data parallel to AutoTP."""
     model = settings.model()
     # To DeepSpeed the ranks that share tokens are data parallel, of which each takes micro-batches of its own.
-    stage = ds_config(settings, 1, 1, tensor_parallel={"autotp_size": 2, "vocab_parallel_lm_head": False})
+    stage = ds_config(settings, 1, 1, tensor_parallel={"autotp_size": 2, "vocab_parallel_lm_head": True})
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=stage)
     group = groups.get_data_parallel_group()
     attention = alst.UlyssesSPAttentionHF(
@@ -270,7 +272,8 @@ def ulysses_loss(engine: Any, batch: Batch, group: Any) -> Tensor:
     """
     targets = batch["shift_labels"]
     logits = engine(**{name: tensor for name, tensor in batch.items() if name != "shift_labels"}).logits
-    local = engine.module.loss_function(logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets)
+    model = engine.module
+    local = model.loss_function(logits, labels=None, vocab_size=model.config.vocab_size, shift_labels=targets)
     valid = (targets != -100).sum()
     total = torch.stack([local.detach() * valid, valid.float()])
     dist.all_reduce(total, group=group)
