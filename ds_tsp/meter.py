@@ -29,7 +29,8 @@ class LiveBytes(TorchDispatchMode):
     """Bytes of the live tensor storages of this process, each storage once, on any device and for fake tensors too.
 
     Counts from `tensors`, or from every tensor the garbage collector knows, and follows what operators return, until
-    the storage dies or is resized (ZeRO-3 frees parameters by `untyped_storage().resize_(0)`).
+    the storage dies or is resized (ZeRO-3 frees parameters by `untyped_storage().resize_(0)`). Of wrappers such as
+    DTensor the tensors inside count: the storage of their own has the wrapper's size, but no memory.
 
     Attributes: start, current, peak (bytes), largest (the largest single allocation seen inside, or None).
     Not seen: scratch inside an operator, buffers that live in C++ only (gloo staging), and, at the start, tensors that
@@ -67,6 +68,8 @@ class LiveBytes(TorchDispatchMode):
         self.largest = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(_wraps, types)):
+            return NotImplemented  # the wrapper takes the operator apart, and what it calls inside comes by here
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -74,6 +77,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor) -> None:
+        if _wraps(type(tensor)):
+            return
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and wrapper subclasses have no storage
@@ -108,6 +113,10 @@ def peak_memory() -> int:
         return accelerator.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _wraps(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _tracked_tensors() -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_tsp.meter import Allocation, LiveBytes, peak_memory
@@ -172,6 +173,25 @@ def test_fake_tensors_count_like_real_ones() -> None:
         assert meter.current == (1 << 42) + 4
         del huge, total
         assert (meter.current, meter.peak) == (0, (1 << 42) + 4)
+
+
+def test_wrappers_count_as_what_they_hold() -> None:
+    """TwoTensor is made like DTensor: a tensor of two others, with a storage of its own that is not there."""
+    with LiveBytes([]) as meter:
+        pair = TwoTensor(torch.ones(N), torch.ones(N))
+        assert meter.current == 2 * F32
+        double = pair * 2
+        assert meter.current == 4 * F32
+        del pair
+        assert meter.current == 2 * F32
+        del double
+        assert (meter.current, meter.peak) == (0, 4 * F32)
+    pair = TwoTensor(torch.ones(N), torch.ones(N))
+    with LiveBytes() as everything:
+        start = everything.start
+        del pair
+        gc.collect()
+        assert everything.current == start - 2 * F32
 
 
 def test_peak_memory_is_the_peak_resident_set() -> None:
