@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..meter import LiveBytes
 from .isolation import Globals
-from .schemes import Runner, Scheme, Settings
+from .schemes import Scheme, Settings
 from .wire import received_bytes
 
 MODES = ("train", "forward")  # a whole optimizer step; forward to the loss, without gradients
@@ -96,27 +96,30 @@ def measure(
     for one in contestants:
         log(f"{one.scheme.name}: building")
         _build(one, settings, lengths[0], next((other.loss for other in contestants if other.runner), math.nan))
-        for length in lengths:
-            log(f"{one.scheme.name}: {length} tokens, weighed")
-            for mode in MODES:
-                if one.runner is not None:
-                    results += weigh(one, settings, mode, length)
-        if cap is not None and one.runner is not None:
-            results += longest(one, settings, lengths[0], cap, limit, log)
+        for mode in MODES:
+            _settle(one, settings, mode, lengths[0])
+            for length in lengths:
+                log(f"{one.scheme.name}: {mode}, {length} tokens, weighed")
+                results += weigh(one, settings, mode, length)
+            if cap is not None and mode == "train" and one.runner is not None:
+                results += longest(one, settings, lengths[0], cap, limit, log)
     by_case = {(r.scheme, r.mode, r.length): r for r in results}
-    for length in lengths:
-        for repeat in range(repeats):
-            # To and fro: no scheme always follows the same one.
-            for one in contestants[:: -1 if repeat % 2 else 1]:
-                log(f"{one.scheme.name}: {length} tokens, repeat {repeat + 1} of {repeats}")
-                for mode in MODES:
+    for mode in MODES:
+        for one in contestants:
+            _settle(one, settings, mode, lengths[0])
+        for length in lengths:
+            for repeat in range(repeats):
+                log(f"{mode}, {length} tokens, round {repeat + 1} of {repeats}")
+                # To and fro: no scheme always follows the same one.
+                for one in contestants[:: -1 if repeat % 2 else 1]:
+                    taken = seconds(one, settings, mode, length)
                     if one.runner is not None:
-                        by_case[one.scheme.name, mode, length].seconds += seconds(one, settings, mode, length)
+                        by_case[one.scheme.name, mode, length].seconds += taken
     return results + [Result(one.scheme.name, "error", error=one.error) for one in contestants if one.error]
 
 
 def _build(one: Contestant, settings: Settings, length: int, expected: float) -> None:
-    """Build it, and take a first step, which makes the optimizer's state. Its loss must be what the others found."""
+    """Build it, unless it cannot run here. Its loss of the first sequences must be what the others found."""
     one.error = one.scheme.refusal(dist.get_world_size(), settings)
     if one.error:
         return
@@ -126,28 +129,46 @@ def _build(one: Contestant, settings: Settings, length: int, expected: float) ->
     loss = math.nan
     with one.turn("building"):
         one.runner = one.scheme.build(settings)
-        # The same sequences for all schemes, whatever a step of theirs is.
+        # As many sequences as ranks: the same ones for all schemes, whatever a step of theirs is.
         loss = one.runner.forward(one.runner.place(settings.batch(dist.get_world_size(), length))).item()
-        one.runner.step(one.runner.place(settings.batch(settings.per_step(one.runner.d), length)))
     one.loss = _reduced([loss], dist.ReduceOp.SUM)[0] / dist.get_world_size()
     if one.runner is not None and abs(one.loss - expected) > LOSS_TOLERANCE[settings.dtype] * expected:
-        one.error, one.runner = f"its loss of the first batch is {one.loss:.5f}, that of others {expected:.5f}", None
+        one.error, one.runner = f"its loss of the first sequences is {one.loss:.5f}, not {expected:.5f}", None
+
+
+def _work(one: Contestant, settings: Settings, mode: str, length: int) -> Callable[[], Any]:
+    """One step or one forward of sequences of that length, which lie ready."""
+    batches = one.runner.place(settings.batch(settings.per_step(one.runner.d), length))
+    work = one.runner.step if mode == "train" else one.runner.forward
+    return lambda: work(batches)
+
+
+def _settle(one: Contestant, settings: Settings, mode: str, length: int) -> None:
+    """Two steps whose cost is nobody's: the optimizer's state is made in the first one, and ZeRO-3 records in which
+    order it fetches parameters; it does so again after steps of the other mode."""
+    if one.runner is not None:
+        with one.turn(f"{mode}, {length} tokens"):
+            work = _work(one, settings, mode, length)
+            work()
+            work()
 
 
 def weigh(one: Contestant, settings: Settings, mode: str, length: int) -> list[Result]:
     """Bytes of one step: live before it, at its peak, received. None of the other schemes' counts. [] if it failed."""
-    start = peak = received = sequences = 0
+    if one.runner is None:
+        return []
+    start = peak = received = 0
     with one.turn(f"{mode}, {length} tokens"):
-        sequences = settings.per_step(one.runner.d)
-        batches = one.runner.place(settings.batch(sequences, length))
+        work = _work(one, settings, mode, length)
         gc.collect()
         with received_bytes() as wire, LiveBytes() as meter:
-            _work(one.runner, mode)(batches)
+            work()
         start, peak, received = meter.start - one.others, meter.peak - one.others, round(sum(wire.values()))
     if one.runner is None:
         return []
     start, peak = map(int, _reduced([start, peak], dist.ReduceOp.MAX))
     received = round(_reduced([received], dist.ReduceOp.SUM)[0] / dist.get_world_size())
+    sequences = settings.per_step(one.runner.d)
     return [Result(one.scheme.name, mode, length, sequences, start, peak, received, loss=one.loss)]
 
 
@@ -158,13 +179,14 @@ def seconds(one: Contestant, settings: Settings, mode: str, length: int) -> list
         get_accelerator().synchronize()
         return time.perf_counter()
 
+    if one.runner is None:
+        return []
     taken = 0.0
     with one.turn(f"{mode}, {length} tokens"):
-        batches = one.runner.place(settings.batch(settings.per_step(one.runner.d), length))
-        work = _work(one.runner, mode)
+        work = _work(one, settings, mode, length)
         dist.barrier(group=one.agreement)
         start = clock()
-        work(batches)
+        work()
         taken = clock() - start
     return [] if one.runner is None else _reduced([taken], dist.ReduceOp.MAX)
 
@@ -223,10 +245,6 @@ def search(peak: Callable[[int], int | None], cap: int, first: int, limit: int) 
             break
         at = min(fitting[-1], low + 16)  # no more than four times as long at once
     return grid[low] if low >= 0 else 0
-
-
-def _work(runner: Runner, mode: str) -> Callable[[Any], Any]:
-    return runner.step if mode == "train" else runner.forward
 
 
 def _reduced(values: Sequence[float], op: Any) -> list[float]:
