@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from ..meter import LiveBytes
 from .isolation import Globals
 from .schemes import Scheme, Settings
-from .wire import received_bytes
+from .wire import agreement_group, received_bytes
 
 MODES = ("train", "forward")  # a whole optimizer step; forward to the loss, without gradients
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # relative
@@ -57,7 +57,7 @@ class Contestant:
     """A scheme of this run, and what it takes to run it beside the others. others: live bytes before it was built."""
 
     scheme: Scheme
-    agreement: Any  # a group of the whole world for `turn` alone, where no collective of a scheme can be half done
+    agreement: Any  # a group of the world in which no scheme's collective can be half done
     globals: Globals = field(default_factory=Globals)
     runner: Any = None
     others: int = 0
@@ -80,6 +80,12 @@ class Contestant:
         if failed:
             self.error, self.runner = failed[0], None
 
+    def reduced(self, op: Any, *values: float) -> list[float]:
+        """Over the world."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
+        dist.all_reduce(tensor, op=op, group=self.agreement)
+        return tensor.tolist()
+
 
 def measure(
     schemes: Sequence[Scheme], settings: Settings, lengths: Sequence[int], repeats: int, cap: int | None = None,
@@ -90,7 +96,7 @@ def measure(
     The schemes live side by side in this process. First each is built and weighed while the others rest, then all are
     timed, taking turns. Collective over the world; every rank gets the same results.
     """
-    agreement = dist.new_group(list(range(dist.get_world_size())))
+    agreement = agreement_group()
     results: list[Result] = []
     contestants = [Contestant(scheme, agreement) for scheme in schemes]
     for one in contestants:
@@ -131,7 +137,7 @@ def _build(one: Contestant, settings: Settings, length: int, expected: float) ->
         one.runner = one.scheme.build(settings)
         # As many sequences as ranks: the same ones for all schemes, whatever a step of theirs is.
         loss = one.runner.forward(one.runner.place(settings.batch(dist.get_world_size(), length))).item()
-    one.loss = _reduced([loss], dist.ReduceOp.SUM)[0] / dist.get_world_size()
+    one.loss = one.reduced(dist.ReduceOp.SUM, loss)[0] / dist.get_world_size()
     if one.runner is not None and abs(one.loss - expected) > LOSS_TOLERANCE[settings.dtype] * expected:
         one.error, one.runner = f"its loss of the first sequences is {one.loss:.5f}, not {expected:.5f}", None
 
@@ -166,8 +172,8 @@ def weigh(one: Contestant, settings: Settings, mode: str, length: int) -> list[R
         start, peak, received = meter.start - one.others, meter.peak - one.others, round(sum(wire.values()))
     if one.runner is None:
         return []
-    start, peak = map(int, _reduced([start, peak], dist.ReduceOp.MAX))
-    received = round(_reduced([received], dist.ReduceOp.SUM)[0] / dist.get_world_size())
+    start, peak = map(int, one.reduced(dist.ReduceOp.MAX, start, peak))
+    received = round(one.reduced(dist.ReduceOp.SUM, received)[0] / dist.get_world_size())
     sequences = settings.per_step(one.runner.d)
     return [Result(one.scheme.name, mode, length, sequences, start, peak, received, loss=one.loss)]
 
@@ -188,7 +194,7 @@ def seconds(one: Contestant, settings: Settings, mode: str, length: int) -> list
         start = clock()
         work()
         taken = clock() - start
-    return [] if one.runner is None else _reduced([taken], dist.ReduceOp.MAX)
+    return [] if one.runner is None else one.reduced(dist.ReduceOp.MAX, taken)
 
 
 def longest(
@@ -245,9 +251,3 @@ def search(peak: Callable[[int], int | None], cap: int, first: int, limit: int) 
             break
         at = min(fitting[-1], low + 16)  # no more than four times as long at once
     return grid[low] if low >= 0 else 0
-
-
-def _reduced(values: Sequence[float], op: Any) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
-    dist.all_reduce(tensor, op=op)
-    return tensor.tolist()

@@ -1,4 +1,4 @@
-"""Counts the bytes that collectives bring to this rank, whoever calls them.
+"""Below deepspeed.comm: bytes that collectives bring to this rank, whoever calls them, and a group to agree in.
 
 Not every scheme communicates through deepspeed.comm, so its logger would miss some of them. All of them end in a
 method of torch's ProcessGroup; those are wrapped while the counter is active. This module and `schemes`, which drives
@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, new_group
 from torch.utils._pytree import tree_leaves
 
 
@@ -43,6 +44,12 @@ _RECEIVED: dict[str, _Received] = {
     "alltoall": lambda group, outputs, *rest: _bytes(outputs) - _bytes(outputs[group.rank()]),
     **dict.fromkeys(("recv", "recv_anysource"), lambda group, tensors, *rest: _bytes(tensors)),
 }  # fmt: skip
+
+
+def agreement_group() -> ProcessGroup:
+    """The whole world once more, with more patience than any other group has: a rank that has failed waits here until
+    those which it left alone in a collective have run into their timeout."""
+    return new_group(timeout=timedelta(hours=3))
 
 
 @contextlib.contextmanager
