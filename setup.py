@@ -15,6 +15,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["ds_tsp", "ds_tsp.*"]),
+    entry_points={"console_scripts": ["ds_tsp = ds_tsp.cli:main"]},
     python_requires=">=3.11",  # what transformers 5.24 asks for
     # Tested with one version of each: torch 2.13.0, deepspeed 0.19.8, transformers 5.24.0. The ranges end where the
     # next release may change what ds_tsp leans on: torch's flash-attention operators on the CPU, DeepSpeed's engine
@@ -31,6 +32,14 @@ setup(
         "mpi": ["mpi4py>=4"],
         "flash": ["flash-attn>=2.7"],
         "monitor": ["tensorboard>=2.20"],
-        "dev": ["hypothesis>=6.100", "mypy>=2.4,<3", "ninja", "pytest>=9,<10", "ruff>=0.17.6,<0.18"],
+        "bench": ["matplotlib>=3.10,<4"],
+        "dev": [
+            "hypothesis>=6.100",
+            "matplotlib>=3.10,<4",
+            "mypy>=2.4,<3",
+            "ninja",
+            "pytest>=9,<10",
+            "ruff>=0.17.6,<0.18",
+        ],
     },
 )
