@@ -41,25 +41,28 @@ class _Fold(torch.autograd.Function):
         keep = plan.recompute.begin(differentiated, plan.core is not None)
         graphs = keep.graphs
         parts = Parts(plan, tensors if graphs is None else _leaves(tensors, needs), len(call.inputs), needs)
-        total: Tensor | None = None
+        x, total = tensors[0], _Total(transport.several)
         for t, term in enumerate(transport.travel(parts.own)):
-            with term.turn(), core_state(plan.core, tensors[0].shape[1], keep.tape, keep.replayed(t)):
+            with term.turn(), core_state(plan.core, x.shape[1], keep.tape, keep.replayed(t)):
                 slices = term.arrive()
                 if graphs is None:
-                    y = call.run(parts, transport.cut.assemble(slices), t)
+                    weights = transport.cut.assemble(slices)
+                    for tile in call.tiles(x):
+                        y = call.run(parts.at(tile), weights, t)
+                        transport.after_previous()
+                        total.add(y, tile, x.shape[1])
                 else:
                     y = _recorded(graphs, call, parts, slices, t)
-                transport.after_previous()
-                if transport.several:
-                    total = y.to(accumulate_dtype(y.dtype)) if total is None else total.add_(y)
-        transport.join(y if total is None else total)
+                    transport.after_previous()
+                    total.add(y, slice(None), x.shape[1])
+        transport.join(total.sum)
         keep.end()
         if differentiated:
             ctx.call, ctx.n_saved, ctx.keep = call, len(tensors), keep
-            ctx.autocast = torch.is_autocast_enabled(y.device.type), torch.get_autocast_dtype(y.device.type)
+            ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
             ctx.save_for_backward(*tensors, *keep.pairs())
         call.inputs = []  # saved by the context alone, so that checkpointing can drop them
-        return y if total is None else total.to(y.dtype)
+        return total.sum.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
@@ -69,31 +72,62 @@ class _Fold(torch.autograd.Function):
         graphs, needs = ctx.keep.take_graphs(), ctx.needs_input_grad[1:]
         parts = Parts(plan, _leaves(tensors, needs), len(call.where), needs)
         home = transport.homeward(parts.which) if parts.which else None
-        sums: list[Tensor | None] = [None] * len(needs)
+        tiled = call.tiles(tensors[0]) if graphs is None else [slice(None)]
+        several = transport.several or len(tiled) > 1
+        sums = [_Total(several if i else transport.several, ours=False) for i in range(len(needs))]
         for t, term in enumerate(transport.travel(parts.own)):
             targets = parts.targets(t)
             with term.turn():
                 slices = term.arrive()
-                if graphs is None:
-                    pair = tuple(tape[2 * t : 2 * t + 2]) or None
-                    grads = _computed_again(call, parts, slices, t, pair, ctx.autocast, dy)
-                else:
-                    grads = _from_graph(graphs, parts, slices, t, dy)
-                transport.after_previous()
-                for (i, x), grad in zip(targets, grads, strict=False):
-                    # Not in place: autograd may hand one tensor out as the gradient of two inputs.
-                    before = sums[i]
-                    first = grad.to(accumulate_dtype(x.dtype)) if transport.several else grad
-                    sums[i] = first if before is None else before + grad
+                dw = [_Total(len(tiled) > 1, ours=False) for own in slices for _ in parts.which]
+                for tile in tiled:
+                    if graphs is None:
+                        pair = tuple(tape[2 * t : 2 * t + 2]) or None
+                        grads = _computed_again(call, parts.at(tile), slices, t, pair, ctx.autocast, dy[:, tile])
+                    else:
+                        grads = _from_graph(graphs, parts, slices, t, dy)
+                    transport.after_previous()
+                    for i, _ in targets:
+                        sums[i].add(grads.pop(0), tile if i == 0 else slice(None), tensors[0].shape[1])
+                    for total, grad in zip(dw, grads, strict=True):
+                        total.add(grad)
+                    del grads
                 if home is not None:
-                    dw, each = grads[len(targets) :], len(parts.which)
-                    home.add(term.members, [dw[j : j + each] for j in range(0, len(dw), each)])
-                del grads
-        transport.join(*(g for g in sums if g is not None))
+                    each, flat = len(parts.which), [total.sum for total in dw]
+                    home.add(term.members, [flat[j : j + each] for j in range(0, len(flat), each)])
+                del dw
+        transport.join(*(total.sum for total in sums if total.any))
+        found = [total.sum if total.any else None for total in sums]
         if home is not None:
             for i, grad in zip(parts.which, home.finish(), strict=True):
-                sums[len(parts.inputs) + i] = grad
-        return None, *(None if g is None else g.to(x.dtype) for g, x in zip(sums, tensors, strict=True))
+                found[len(parts.inputs) + i] = grad
+        return None, *(None if g is None else g.to(x.dtype) for g, x in zip(found, tensors, strict=True))
+
+
+class _Total:
+    """A sum over terms, over tiles, or both. `several`: more than one will be added; else it is the one, as it came.
+
+    Kept in fp32 where the summands are half precision. `ours`: the first summand may become the sum; autograd may hand
+    one tensor out as the gradient of two inputs.
+    """
+
+    def __init__(self, several: bool, ours: bool = True):
+        self.several, self.copies, self.any = several, not ours, False
+        self.sum: Tensor
+
+    def add(self, y: Tensor, tile: slice = slice(None), length: int = 0) -> None:  # noqa: B008  a slice is immutable
+        """Add to all of the sum, or to the run `tile` of its dim 1, which is `length` long."""
+        if tile == slice(None):
+            if self.any:
+                self.sum += y
+            else:
+                self.sum = y.to(accumulate_dtype(y.dtype), copy=self.copies) if self.several else y
+        else:
+            if not self.any:
+                dtype = accumulate_dtype(y.dtype) if self.several else y.dtype
+                self.sum = y.new_zeros(y.shape[0], length, *y.shape[2:], dtype=dtype)
+            self.sum[:, tile] += y
+        self.any = True
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:

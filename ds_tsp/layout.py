@@ -8,7 +8,7 @@ block.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -173,6 +173,19 @@ def lay_together(tensors: Sequence[Tensor]) -> None:
     flat = pack(plain, plain[0].new_empty(sum(t.numel() for t in plain)))
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.data = part.view(tensor.shape)
+
+
+TILE_ELEMENTS = 2**18, 2**23  # least and most of what is computed for one tile of tokens: 1 and 32 MiB in fp32
+
+
+def tiles(tokens: int, elements: int, width: int) -> Iterator[slice]:
+    """Runs of `tokens` rows for what is `width` wide and exists for one run at a time.
+
+    A tile has a quarter of `elements`, those of the hidden states, within `TILE_ELEMENTS`; one row at least.
+    """
+    least, most = TILE_ELEMENTS
+    height = max(1, min(max(elements // 4, least), most) // width)
+    return (slice(start, min(start + height, tokens)) for start in range(0, tokens, height))
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

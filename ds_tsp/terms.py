@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch.utils import _pytree as pytree
 from transformers.pytorch_utils import Conv1D
 
 from .attention import AttentionCore
+from .layout import tiles
 from .recompute import Pair, Recompute
 from .transports import Transport
 
@@ -127,6 +130,14 @@ class Parts:
         self.needs_sharded = needs[n_inputs:a]
         self.which = [i for i, need in enumerate(self.needs_sharded) if need]
 
+    def at(self, tile: slice) -> Parts:
+        """The same for a run of tokens of the first input [B, s, ...]."""
+        if tile == slice(None):
+            return self
+        part, x = copy.copy(self), self.inputs[0]
+        part.inputs = [x.detach()[:, tile].requires_grad_(x.requires_grad), *self.inputs[1:]]
+        return part
+
     def targets(self, t: int) -> list[tuple[int, Tensor]]:
         """The tensors beside the slices that term `t` gives gradients to, with their places in the flat list."""
         after = len(self.inputs) + len(self.own)
@@ -163,6 +174,16 @@ class BlockCall:
                 raise ValueError(f"{plan.name} cannot be folded because it returns more than its output: {out!r:.80}")
             self.rest = tuple(rest)
         return out
+
+    def tiles(self, x: Tensor) -> list[slice]:
+        """Runs of tokens to compute one after another: an MLP knows one token at a time, and its inside is wide."""
+        alone = len(self.where) == 1 and not any(isinstance(leaf, Tensor) for leaf in self.leaves)
+        if self.plan.core is not None or not alone or x.dim() != 3:
+            return [slice(None)]
+        bounds = self.plan.transport.cut.weights[0].bounds
+        widest = max(high - low for low, high in itertools.pairwise(bounds))
+        found = list(tiles(x.shape[1], x.numel(), widest * x.shape[0]))
+        return found if len(found) > 1 else [slice(None)]
 
     def output(self, y: Tensor) -> Any:
         return y if self.rest is None else (y, *self.rest)

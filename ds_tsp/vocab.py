@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .comm import Wire
-from .layout import BlockCut, WeightCut, accumulate_dtype
+from .layout import BlockCut, WeightCut, accumulate_dtype, tiles
 from .transports import Ring
 
 IGNORE_INDEX = -100  # Hugging Face's and torch's label of a token that does not count
-TILE_ELEMENTS = 2**20, 2**23  # least and most logits of one tile: 4 and 32 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class _RingCrossEntropy(torch.autograd.Function):
     With z = steps(x W^T + b): loss = sum over valid tokens of lse(z) - (1 - a) z_target - a mean(z), a the smoothing.
 
     Shapes: x [B, s, D], weight [v, D], targets [B s] -> scalar in fp32 (fp64 for fp64).
-    Live logits: [row tile, V/P], a quarter of x's elements, within `TILE_ELEMENTS` (one row at least).
+    Live logits: [row tile, V/P], see `layout.tiles`.
     Communication per rank: forward P-1 hops of the weight, backward P-1 hops of the weight and P of dW.
     Saved: x, the own slice, lse. Gradient: dW arrives summed over the axis; reduce it over dp only.
     """
@@ -200,7 +199,7 @@ class _RingCrossEntropy(torch.autograd.Function):
         for j, own in _slices(ring, parameters):
             low, high = _bounds(ring, j)
             inside, column = _columns(request.targets, low, high)
-            for tile in _tiles(rows, high - low):
+            for tile in tiles(rows.shape[0], rows.numel(), high - low):
                 z = _logits(rows[tile], own, request).to(dtype)
                 at_target[tile] += z.gather(1, column[tile, None])[:, 0].where(inside[tile], 0)
                 if a:
@@ -227,7 +226,7 @@ class _RingCrossEntropy(torch.autograd.Function):
             low, high = _bounds(ring, j)
             inside, column = _columns(request.targets, low, high)
             sums = [torch.zeros_like(p, dtype=lse.dtype) for p in own]
-            for tile in _tiles(rows, high - low):
+            for tile in tiles(rows.shape[0], rows.numel(), high - low):
                 with torch.enable_grad():
                     z = _linear(rows[tile], own).requires_grad_()
                     capped = _after(z, request)
@@ -263,12 +262,6 @@ def _logits(rows: Tensor, own: list[Tensor], request: LossRequest) -> Tensor:
 def _columns(targets: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     """Which targets lie in a slice, and in which of its columns (any, where they do not)."""
     return (targets >= low) & (targets < high), (targets - low).clamp(0, high - low - 1)
-
-
-def _tiles(rows: Tensor, width: int) -> Iterator[slice]:
-    least, most = TILE_ELEMENTS
-    height, n = max(1, min(max(rows.numel() // 4, least), most) // width), rows.shape[0]
-    return (slice(start, min(start + height, n)) for start in range(0, n, height))
 
 
 @functools.cache

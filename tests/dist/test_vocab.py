@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_tsp import vocab
+from ds_tsp import layout, vocab
 from ds_tsp.blocks import plan_model
 from ds_tsp.comm import Wire
 from ds_tsp.config import TSPConfig
@@ -42,7 +42,7 @@ def test_vocabulary_left_whole(size: int) -> None:
 
 
 def tile_job(elements: int) -> dict[str, float]:
-    vocab.TILE_ELEMENTS = (elements, elements)
+    layout.TILE_ELEMENTS = (elements, elements)
     return model_job("gemma2", 3, 17)
 
 
@@ -103,7 +103,7 @@ def test_embedding_never_holds_all_tokens(size: int) -> None:
 
 def logits_job(size: int, rows: int, words: int) -> int:
     """Largest tensor of the loss, forward and backward, in elements."""
-    vocab.TILE_ELEMENTS = (4096, 4096)
+    layout.TILE_ELEMENTS = (4096, 4096)
     mesh = Mesh.create(size)
     model = tiny("llama", vocab_size=words, num_hidden_layers=1)
     inject(model, TSPConfig(size=size), mesh)
