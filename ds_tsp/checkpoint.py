@@ -32,13 +32,14 @@ def iterate_full_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
     for name, entry in engine.module.state_dict(keep_vars=True).items():
         parameter = parameters.get(name, entry)
         if id(parameter) not in done:  # a tied weight is gathered once and keeps its tie
-            done[id(parameter)] = _whole(parameter, mesh)
+            done[id(parameter)] = gather_tensor(parameter, mesh)
         full = done[id(parameter)]
         if full is not None:
             yield name, full
 
 
-def _whole(parameter: Tensor, mesh: Mesh) -> Tensor | None:
+def gather_tensor(parameter: Tensor, mesh: Mesh) -> Tensor | None:
+    """A whole parameter or buffer, a copy on the CPU of global rank 0; None elsewhere. Collective."""
     partitioned = hasattr(parameter, "ds_id")
     with zero.GatheredParameters([parameter], enabled=partitioned), torch.no_grad():
         if mesh.dp_rank:

@@ -219,10 +219,35 @@ def all_gather_rows(row: Tensor, mesh: Mesh) -> Tensor:
     return rows
 
 
-def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> None:
-    """Overwrite contiguous `tensor` with that of the first rank of the axis."""
+def equalise(tensor: Tensor, mesh: Mesh) -> None:
+    """Overwrite `tensor`, wherever it lies, with that of the first rank of the axis; the collective needs it on the
+    accelerator."""
     if mesh.size > 1:
-        dist.broadcast(tensor, mesh.ranks[0], group=mesh.group)
+        staged = tensor.to(get_accelerator().current_device_name()).contiguous()
+        dist.broadcast(staged, mesh.ranks[0], group=mesh.group)
+        tensor.copy_(staged)
+
+
+def from_first_rank(value: Any) -> Any:
+    """A small picklable `value` of the world's first rank, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def agree(what: str, error: Exception | None, fact: Any = None) -> None:
+    """All ranks of the world go on from here, or all raise. Collective; for what is done rarely.
+
+    Raises ValueError on every rank: with the `error` of the first rank that has one, or where a small `fact` differs.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (None if error is None else f"{error}" or type(error).__name__, fact))
+    for rank, (text, _) in enumerate(told):
+        if text is not None:
+            raise ValueError(f"{what} failed on rank {rank}: {text}") from error
+    for rank, (_, other) in enumerate(told):
+        if other != told[0][1]:
+            raise ValueError(f"{what}: rank 0 has {told[0][1]}, rank {rank} has {other}")
 
 
 def gather_slices(own: Tensor, cut_shapes: Sequence[tuple[int, ...]], mesh: Mesh) -> list[Tensor] | None:

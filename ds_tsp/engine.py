@@ -39,8 +39,8 @@ def initialize(
     """Fold `model`, an unmodified Hugging Face model, and return what ``deepspeed.initialize`` returns.
 
     Arguments and return value: those of ``deepspeed.initialize``; `config` has a ``"tsp"`` section. `model` is changed
-    in place. ``engine.tsp`` is the `Mesh`. ``engine(**batch)`` takes the full batch, the same on every rank of a TSP
-    group, and returns the loss of the group's whole batch.
+    in place; one that `from_pretrained` loaded is folded already. ``engine.tsp`` is the `Mesh`. ``engine(**batch)``
+    takes the full batch, the same on every rank of a TSP group, and returns the loss of the group's whole batch.
     Raises ValueError before anything is changed: config that does not fit the world, model that cannot be folded,
     `mpu` or `mesh_param` given (the TSP axis is DeepSpeed's model-parallel axis).
     """
@@ -52,7 +52,8 @@ def initialize(
     backend = get_accelerator().communication_backend_name()
     dist.init_distributed(backend, distributed_port=distributed_port, dist_init_required=dist_init_required)
     tsp = parse(settings, dist.get_world_size())
-    mesh = Mesh.create(tsp.size, tsp.layout)
+    loaded = getattr(model, "tsp_loaded", None)  # by from_pretrained, over groups that it made
+    mesh = loaded.mesh if loaded else Mesh.create(tsp.size, tsp.layout)
     folded = inject(model, tsp, mesh)
     sum_replicated_gradients([p for p in model.parameters() if not hasattr(p, "tsp_cut")], mesh)
     # The parameters of a folded block are swapped while a term runs: ZeRO-3 must fetch the block's as one.
@@ -82,8 +83,7 @@ def initialize(
 
 def _refuse_sliced_export(*args: Any, **kwargs: Any) -> None:
     raise ValueError(
-        "save_16bit_model would write this rank's slices only; take weights = ds_tsp.full_state_dict(engine) on "
-        "every rank, and save them on rank 0, for example by engine.module.save_pretrained(folder, state_dict=weights)"
+        "save_16bit_model would write this rank's slices; call ds_tsp.save_pretrained(engine, folder) on every rank"
     )
 
 

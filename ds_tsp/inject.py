@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -20,15 +20,35 @@ from transformers.pytorch_utils import Conv1D
 from . import vocab
 from .attention import INTERFACE, AttentionCore, attention_interface
 from .blocks import plan_model
-from .comm import Wire, broadcast_from_first
+from .comm import Wire
 from .config import TSPConfig
 from .embedding import ShardedEmbedding
-from .fold import fold_class
+from .fold import Folded, fold_class
 from .layout import WeightCut, cut_bounds, lay_together
+from .materialise import hold_slices, whole_shapes
 from .mesh import Mesh
 from .model import ModelState, loss_function, model_class
 from .recompute import Recompute
-from .terms import FoldedConv1D
+from .terms import FoldedConv1D, FoldPlan
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How a model is folded: its blocks, and the cut of every parameter that is cut, by each of its names; and what
+    its blocks share."""
+
+    blocks: dict[str, FoldPlan]
+    cuts: dict[str, WeightCut]
+    wire: Wire
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Hangs on a model that `from_pretrained` folded, as ``tsp_loaded``, until `initialize` takes it."""
+
+    config: TSPConfig
+    mesh: Mesh
 
 
 def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Module]]:
@@ -37,44 +57,78 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
     Parameters keep their names, identity, ``requires_grad`` and place in optimizers; those of folded blocks, and the
     vocabulary's two ends, hold 1/P of their elements from here on and carry their `WeightCut` as ``tsp_cut``. All ranks
     start from the weights and buffers of the group's first rank, as DeepSpeed does over data-parallel ranks.
-    Communication: one broadcast of the model. Raises ValueError naming the module that cannot be folded, before it.
+    Communication: that of `hold_slices`. Raises ValueError naming the module that cannot be folded, before it.
     """
+    loaded: Loaded | None = getattr(model, "tsp_loaded", None)
+    if loaded is None:
+        with whole_shapes(model):
+            plan = plan_fold(model, config, mesh)
+        assert isinstance(model, PreTrainedModel)
+        hold_slices(model, plan.cuts, mesh)
+        fold(model, plan, config)
+    elif loaded.config != config:
+        raise ValueError(f'this {type(model).__name__} was loaded with "tsp": {loaded.config.model_dump()}, and is to '
+                         f"be initialized with {config.model_dump()}; give both the same config")  # fmt: skip
+    else:
+        del model.tsp_loaded
+    return sorted({type(m) for m in model.modules() if isinstance(m, Folded)}, key=lambda c: c.__name__)
+
+
+def plan_fold(model: nn.Module, config: TSPConfig, mesh: Mesh) -> ModelPlan:
+    """How `model` is folded; looks at shapes only and changes nothing. Raises ValueError if it cannot be."""
     _check_model(model)
     assert isinstance(model, PreTrainedModel)
     wire, recompute = Wire(mesh, config.overlap), Recompute(config.recompute)
-    plans = plan_model(model, config, wire, recompute)
+    blocks = plan_model(model, config, wire, recompute)
+    names = {module: name for name, module in model.named_modules()}
+    cuts = {
+        f"{names[owner]}.{leaf}": cut
+        for block in blocks.values()
+        for cut, (owner, leaf) in zip(block.transport.cut.weights, block.sharded, strict=True)
+    }
     if config.shard_vocab:
         _check_vocabulary(model, mesh)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        _equalise(tensor.data, mesh)
+        for module in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+            for leaf, parameter in module.named_parameters(recurse=False):
+                shape = tuple(parameter.shape)
+                cuts[f"{names[module]}.{leaf}"] = WeightCut(shape, 0, cut_bounds(shape[0], mesh.size))
+    return ModelPlan(blocks, cuts, wire, recompute)
+
+
+def fold(model: PreTrainedModel, plan: ModelPlan, config: TSPConfig) -> None:
+    """Swap classes, now that the parameters hold this rank's slices."""
+    for name, cut in plan.cuts.items():
+        marked: Any = model.get_parameter(name)
+        marked.tsp_cut = cut
+        # DeepSpeed counts the norm of a parameter on every rank of the axis if it is marked as sharded, else once.
+        marked.model_parallel = marked.tensor_model_parallel = True
     _own_config(model)
     if INTERFACE not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(INTERFACE, attention_interface)
     folded: Any = model
-    folded.tsp_state = ModelState.of(model, config, wire, recompute)
-    for name, plan in plans.items():
+    folded.tsp_state = ModelState.of(model, config, plan.wire, plan.recompute)
+    for name, block_plan in plan.blocks.items():
         block: Any = model.get_submodule(name)
         kind: Any = type(block)
         block.__class__ = fold_class(kind)
-        block.tsp_fold, block.tsp_core = plan, plan.core
-        for cut, (owner, leaf) in zip(plan.transport.cut.weights, plan.sharded, strict=True):
-            _shard_parameter(getattr(owner, leaf), cut, mesh)
+        block.tsp_fold, block.tsp_core = block_plan, block_plan.core
+        for owner, _ in block_plan.sharded:
             if isinstance(owner, Conv1D):
                 owner.__class__ = FoldedConv1D
-        _lie_together([getattr(owner, leaf) for owner, leaf in plan.sharded], mesh)
+        _lie_together([getattr(owner, leaf) for owner, leaf in block_plan.sharded], plan.wire.mesh)
     for name, module in model.named_modules():
         if not hasattr(module, "tsp_core") and (hasattr(module, "is_causal") or "Attention" in type(module).__name__):
-            module.tsp_core = AttentionCore(wire, config.kernel, name, config.schedule)
+            module.tsp_core = AttentionCore(plan.wire, config.kernel, name, config.schedule)
     if config.shard_vocab:
-        _shard_vocabulary(folded, wire)
+        _shard_vocabulary(folded, plan.wire)
     _follow_longest_position(folded)
     folded.loss_function = loss_function(model)
     kind = type(model)
     folded.__class__ = model_class(kind)
     for module in model.modules():  # gradient checkpointing that was switched on before
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = recompute.around(module._gradient_checkpointing_func)  # type: ignore
-    return sorted({type(model.get_submodule(name)) for name in plans}, key=lambda c: c.__name__)
+            around: Any = plan.recompute.around(module._gradient_checkpointing_func)  # type: ignore[arg-type]
+            module._gradient_checkpointing_func = around
 
 
 def _check_model(model: nn.Module) -> None:
@@ -83,11 +137,6 @@ def _check_model(model: nn.Module) -> None:
     if hasattr(model, "tsp_state"):
         raise ValueError(f"this {type(model).__name__} is folded already; build a new model for another engine")
     _check_token_mixing(model)
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise ValueError(f"{name} was built under deepspeed.zero.Init; build the model outside of it")
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device; materialise the model before ds_tsp.initialize")
 
 
 # What a config may switch on that needs more than this rank's tokens, outside of attention's reach.
@@ -122,15 +171,6 @@ def _check_vocabulary(model: PreTrainedModel, mesh: Mesh) -> None:
         )
 
 
-def _equalise(tensor: Tensor, mesh: Mesh) -> None:
-    """Make `tensor` that of the group's first rank; the collective needs it on the accelerator."""
-    if mesh.size == 1:
-        return
-    staged = tensor.to(get_accelerator().current_device_name()).contiguous()
-    broadcast_from_first(staged, mesh)
-    tensor.copy_(staged)
-
-
 def _own_config(model: PreTrainedModel) -> None:
     """Give the model its own copy of its config: another model may share it, and keeps its own attention."""
     memo: dict[int, Any] = {}
@@ -142,15 +182,6 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = memo[id(config)]
 
 
-def _shard_parameter(parameter: nn.Parameter, cut: WeightCut, mesh: Mesh) -> None:
-    marked: Any = parameter
-    marked.data = cut.take(parameter.data, mesh.rank)
-    marked.grad = None
-    marked.tsp_cut = cut
-    # DeepSpeed counts the norm of a parameter on every rank of the axis if it is marked as sharded, else once in all.
-    marked.model_parallel = marked.tensor_model_parallel = True
-
-
 def _lie_together(parameters: list[nn.Parameter], mesh: Mesh) -> None:
     """The slices of a block in one piece travel without being packed first, as long as nobody moves them."""
     alike = {(p.dtype, p.device) for p in parameters}
@@ -159,17 +190,10 @@ def _lie_together(parameters: list[nn.Parameter], mesh: Mesh) -> None:
 
 
 def _shard_vocabulary(model: Any, wire: Wire) -> None:
-    """Cut the embedding and the head; tied, they are one parameter, cut once."""
-    mesh = wire.mesh
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for module in (embedding, head):
-        for parameter in () if module is None else module.parameters(recurse=False):
-            if not hasattr(parameter, "tsp_cut"):
-                cut = WeightCut(tuple(parameter.shape), 0, cut_bounds(parameter.shape[0], mesh.size))
-                _shard_parameter(parameter, cut, mesh)
     kind: Any = type(embedding)
     embedding.__class__ = vocab.sharded_class(kind, ShardedEmbedding)
-    embedding.tsp_mesh = mesh
+    embedding.tsp_mesh = wire.mesh
     if head is not None:
         head.tsp_ring = vocab.head_ring(head, wire)
         head.tsp_state = model.tsp_state

@@ -123,9 +123,9 @@ def model_class(original: Any) -> Any:
     ):
         if state_dict is None and self.tsp_state.mesh.size > 1:
             raise ValueError(
-                f"save_pretrained would write this rank's slices of {type(self).__name__}; give it the whole weights: "
-                "weights = ds_tsp.full_state_dict(engine) on every rank, then on rank 0 "
-                "engine.module.save_pretrained(folder, state_dict=weights)"
+                f"save_pretrained would write this rank's slices of {type(self).__name__}; call "
+                "ds_tsp.save_pretrained(engine, folder) on every rank, or give it state_dict="
+                "ds_tsp.full_state_dict(engine) on rank 0"
             )
         return original.save_pretrained(self, save_directory, is_main_process, state_dict, **kwargs)
 

@@ -87,6 +87,7 @@ def gathered_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Gr
         dq[rows, queries] = dq_part
         dkv[rows, keys, 0] += dk_part
         dkv[rows, keys, 1] += dv_part
+    block = ()
     del k_S, v_S  # before the exchange makes room for dK/dV once more
     dkv_s = reduce_scatter_sequence(dkv, call.layout, call.wire.mesh).to(k.dtype)
     return dq, dkv_s[:, :, 0], dkv_s[:, :, 1]
