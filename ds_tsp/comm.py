@@ -235,10 +235,11 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
-def agree(what: str, error: Exception | None, fact: Any = None) -> None:
+def agree(what: str, error: Exception | None, fact: str = "") -> None:
     """All ranks of the world go on from here, or all raise. Collective; for what is done rarely.
 
-    Raises ValueError on every rank: with the `error` of the first rank that has one, or where a small `fact` differs.
+    Raises ValueError on every rank: with the `error` of the first rank that has one, or if their `fact`, a short text
+    that ends in the fix, is not the same.
     """
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (None if error is None else f"{error}" or type(error).__name__, fact))
@@ -247,7 +248,7 @@ def agree(what: str, error: Exception | None, fact: Any = None) -> None:
             raise ValueError(f"{what} failed on rank {rank}: {text}") from error
     for rank, (_, other) in enumerate(told):
         if other != told[0][1]:
-            raise ValueError(f"{what}: rank 0 has {told[0][1]}, rank {rank} has {other}")
+            raise ValueError(f"{what}: ranks 0 and {rank} differ: {told[0][1]}; {other}")
 
 
 def gather_slices(own: Tensor, cut_shapes: Sequence[tuple[int, ...]], mesh: Mesh) -> list[Tensor] | None:

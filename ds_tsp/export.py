@@ -37,7 +37,7 @@ def save_pretrained(engine: Any, folder: str | PathLike[str], max_shard_size: in
     """
     model, mesh, work = engine.module, engine.tsp, Path(folder) / _UNFINISHED
     names = _saved_names(model)
-    sizes = {name: torch.empty(_whole_shape(entry), dtype=entry.dtype, device="meta") for name, entry in names.items()}
+    sizes = {name: _as_meta(entry) for name, entry in names.items()}
     pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
     split = split_torch_state_dict_into_shards(sizes, filename_pattern=pattern, max_shard_size=max_shard_size)
     index = {"metadata": {"total_parameters": sum(t.numel() for t in sizes.values()), **split.metadata},
@@ -50,7 +50,8 @@ def save_pretrained(engine: Any, folder: str | PathLike[str], max_shard_size: in
                 action(*args)
         except Exception as failure:
             error = failure
-            shutil.rmtree(work, ignore_errors=True)
+            if action is not _move:  # else it holds what is finished
+                shutil.rmtree(work, ignore_errors=True)
         agree(f"ds_tsp.save_pretrained(engine, {str(folder)!r})", error)
 
     on_first_rank(_begin, model, work)
@@ -71,7 +72,7 @@ def _saved_names(model: Any) -> dict[str, Tensor]:
         kept.setdefault(id(state[name]), name)
     names = {name: entry for name, entry in state.items() if kept[id(entry)] == name and name not in ignored}
     # Some families have other names in their files than in the model. Shapes are enough to find out which.
-    stands_for = {name: torch.empty(0, device="meta") for name in names}
+    stands_for = {name: _as_meta(entry) for name, entry in names.items()}
     renamed = revert_weight_conversion(model, dict(stands_for))
     origin = {id(tensor): name for name, tensor in stands_for.items()}
     if all(id(tensor) in origin for tensor in renamed.values()) and len(renamed) == len(names):
@@ -79,9 +80,11 @@ def _saved_names(model: Any) -> dict[str, Tensor]:
     return names  # what is merged in the model stays so in the files, which transformers opens as well
 
 
-def _whole_shape(entry: Any) -> tuple[int, ...]:
+def _as_meta(entry: Any) -> Tensor:
+    """The whole tensor of which `entry` is this rank's part, without its values."""
     cut: WeightCut | None = getattr(entry, "tsp_cut", None)
-    return cut.shape if cut is not None else tuple(getattr(entry, "ds_shape", entry.shape))
+    shape = cut.shape if cut is not None else getattr(entry, "ds_shape", entry.shape)
+    return torch.empty(shape, dtype=entry.dtype, device="meta")
 
 
 def _begin(model: Any, work: Path) -> None:

@@ -32,6 +32,7 @@ ENV = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one per rank, and each leaves a semaphore behind
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",  # the host's own name need not resolve in a sandbox
 }
