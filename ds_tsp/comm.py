@@ -219,7 +219,7 @@ def all_gather_rows(row: Tensor, mesh: Mesh) -> Tensor:
     return rows
 
 
-def equalise(tensor: Tensor, mesh: Mesh) -> None:
+def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> None:
     """Overwrite `tensor`, wherever it lies, with that of the first rank of the axis; the collective needs it on the
     accelerator."""
     if mesh.size > 1:

@@ -12,7 +12,7 @@ from deepspeed import zero
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .comm import equalise, from_first_rank
+from .comm import broadcast_from_first, from_first_rank
 from .layout import WeightCut
 from .mesh import Mesh
 
@@ -51,12 +51,12 @@ def hold_slices(model: PreTrainedModel, cuts: Cuts, mesh: Mesh) -> None:
         if hasattr(parameter, "ds_id"):
             _unpartition(parameter, cut, mesh)
         elif cut is None:
-            equalise(parameter.data, mesh)
+            broadcast_from_first(parameter.data, mesh)
         elif tuple(parameter.shape) == cut.shape:
-            equalise(parameter.data, mesh)
+            broadcast_from_first(parameter.data, mesh)
             parameter.data, parameter.grad = cut.take(parameter.data, mesh.rank), None
     for buffer in model.buffers():
-        equalise(buffer.data, mesh)
+        broadcast_from_first(buffer.data, mesh)
 
 
 def _unpartition(parameter: nn.Parameter, cut: WeightCut | None, mesh: Mesh) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from .comm import agree, equalise
+from .comm import agree, broadcast_from_first
 from .config import TSPConfig, load_config, parse
 from .inject import Loaded, ModelPlan, fold, plan_fold
 from .layout import WeightCut
@@ -58,6 +58,7 @@ def from_pretrained(name_or_path: str | PathLike[str], config: Any, **kwargs: An
         raise ValueError("a transformers HfDeepSpeedConfig with ZeRO-3 is alive, which makes transformers build models "
                          "under zero.Init; ds_tsp.from_pretrained needs none: delete it first")  # fmt: skip
     dist.init_distributed(get_accelerator().communication_backend_name())
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))  # as DeepSpeed's engine does, later
     tsp = parse(settings, dist.get_world_size())
     mesh = Mesh.create(tsp.size, tsp.layout)
     seed = new_seed()
@@ -75,7 +76,7 @@ def from_pretrained(name_or_path: str | PathLike[str], config: Any, **kwargs: An
     assert model is not None
     fold(model, plan, tsp, mesh)
     for tensor in (*(p for p in model.parameters() if not hasattr(p, "tsp_cut")), *model.buffers()):
-        equalise(tensor.data, mesh)  # what the files lacked was drawn by each rank
+        broadcast_from_first(tensor.data, mesh)  # what the files lacked was drawn by each rank
     loaded: Any = model
     loaded.tsp_loaded = Loaded(tsp, mesh)
     return model

@@ -62,8 +62,8 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def build_model(args: argparse.Namespace, half: bool) -> tuple[Any, Any]:
-    """The model, the same on every rank, and its tokenizer; none for bytes."""
+def build_model(args: argparse.Namespace, config: dict[str, Any], half: bool) -> tuple[Any, Any]:
+    """The model, of a folder this rank's slices only, and its tokenizer; none for bytes."""
     transformers.set_seed(args.seed)
     tokenizer: Any = None
     if args.model in BYTE_MODELS:
@@ -74,7 +74,7 @@ def build_model(args: argparse.Namespace, half: bool) -> tuple[Any, Any]:
             bos_token_id=None, eos_token_id=None))  # fmt: skip
     elif Path(args.model).is_dir():
         dtype = torch.bfloat16 if half else torch.float32
-        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        model = ds_tsp.from_pretrained(args.model, config, dtype=dtype).train()
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     else:
         raise ValueError(f"--model {args.model} is neither a folder nor one of {', '.join(BYTE_MODELS)}")
@@ -239,8 +239,8 @@ def held_bytes(engine: Any) -> list[int]:
 
 def unsharded_bytes(model: Any, half: bool) -> list[int]:
     """The same of one rank that holds the whole model and AdamW's two moments; half precision has fp32 masters too."""
-    everything = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    whole = {p: math.prod(getattr(p, "tsp_cut", p).shape) for p in model.parameters()}
+    everything, trained = sum(whole.values()), sum(n for p, n in whole.items() if p.requires_grad)
     return [everything * (2 if half else 4), trained * (2 if half else 4), trained * 4 * (3 if half else 2)]
 
 
@@ -256,7 +256,7 @@ def main() -> None:
     args = arguments()
     config = load_config(args=args)
     half = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-    model, tokenizer = build_model(args, half)
+    model, tokenizer = build_model(args, config, half)
     texts = read_text(args.text, args.eval_fraction)
     training, held_out = (Windows(text, args.seq_length, tokenizer) for text in texts)
     whole = unsharded_bytes(model, half)
