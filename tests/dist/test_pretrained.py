@@ -13,11 +13,12 @@ import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
 
 import ds_tsp
 from ds_tsp import pretrained
+from ds_tsp.layout import WeightCut
 from ds_tsp.meter import LiveBytes
 from tests.dist.test_fold import TOLERANCE, mine
 from tests.harness import run_ranks
@@ -96,6 +97,45 @@ def test_each_rank_reads_its_slices(folders: dict[str, str], size: int) -> None:
     """Bit for bit the slices of what plain transformers loads, and no element of a file more."""
     for errors in run_ranks(size, load_job, folders, size):
         assert max(errors.values()) < TOLERANCE, errors
+
+
+def other_names_job(folder: str) -> list[float]:
+    """Files of the base model, without its prefix; and files whose names the caller says how to change."""
+    plain, batch, errors = tiny("gemma2"), tokens(2, 9), []
+    for name, kwargs in (("base", {}), ("renamed", {"key_mapping": {"^encoder": "model"}})):
+        model = ds_tsp.from_pretrained(f"{folder}/{name}", ds_config(2), **kwargs)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        errors.append(abs(model(**batch).loss.item() - plain(**batch).loss.item()))
+    return errors
+
+
+def test_other_names_in_the_files(tmp_path: Path) -> None:
+    model = tiny("gemma2")
+    model.model.save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "renamed")
+    state = {name.replace("model", "encoder"): p for name, p in model.named_parameters()}
+    save_file(state, tmp_path / "renamed/model.safetensors", {"format": "pt"})
+    for errors in run_ranks(2, other_names_job, str(tmp_path)):
+        assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("cut", ["q_proj", None])
+def test_a_slice_of_what_is_converted_is_refused(tmp_path: Path, cut: str | None) -> None:
+    """A fused weight in the files, which transformers takes apart: fine if every rank has its parts whole."""
+    model = tiny("llama")
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    path = str(tmp_path / "fused.safetensors")
+    save_file({fused: torch.zeros(80, 24)}, path)
+    parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    converter = WeightConverter("self_attn.qkv_proj.weight", parts, operations=[Chunk(dim=0)])
+    load_config: Any = mock.MagicMock(weight_mapping=[converter], sharded_metadata=None)
+    cuts = {f"model.layers.0.self_attn.{cut}.weight": WeightCut((40, 24), 0, (0, 20, 40))} if cut else {}
+    if cut:
+        with pytest.raises(ValueError, match="is converted into .*k_proj.*which cannot be done in slices; load"):
+            list(pretrained._slices(model, [path], load_config, cuts, 0))
+    else:
+        ((key, part),) = pretrained._slices(model, [path], load_config, cuts, 0)
+        assert key == fused and part[...].shape == (80, 24)
 
 
 class RealBytes(LiveBytes):

@@ -11,6 +11,7 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import ds_tsp
@@ -86,6 +87,21 @@ def test_files_open_in_plain_transformers(tmp_path: Path, size: int, stage: int,
     assert config["architectures"] == [type(plain).__name__] and config["dtype"] == "float32"
     assert "ds_tsp" not in json.dumps(config)
     assert GenerationConfig.from_pretrained(second).max_new_tokens == 17
+
+
+def half_job(folder: str) -> float | None:
+    engine = build("gemma2", None, ds_config(2, 1, bf16={"enabled": True}), num_hidden_layers=2)
+    train(engine, 1)
+    ds_tsp.save_pretrained(engine, folder)
+    found = difference(engine, folder)
+    engine.destroy()
+    return found
+
+
+def test_half_precision_stays_so(tmp_path: Path) -> None:
+    assert run_ranks(2, half_job, str(tmp_path))[0] < 0.1
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
 class RankBytes(LiveBytes):
