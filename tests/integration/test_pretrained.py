@@ -226,10 +226,10 @@ def test_a_kill_while_moving_never_leaves_a_wrong_model(tmp_path: Path) -> None:
 def meta_job(family: str, stage: int) -> dict[str, Any]:
     """A model on the meta device: drawn by slices, and trained by an optimizer that was built before."""
     torch.manual_seed(deepspeed.comm.get_rank())
-    config = tiny(family, hidden_size=160, vocab_size=101).config
+    config = tiny(family, hidden_size=160, vocab_size=100).config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
     ids = {name: id(parameter) for name, parameter in model.named_parameters()}
     engine, *_ = ds_tsp.initialize(model=model, optimizer=optimizer, config=ds_config(2, stage))
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == ids
@@ -299,6 +299,10 @@ def mixed_job(what: str) -> str:
     config = ds_config(2, 0)
     if what == "partly":
         model.model.layers[0] = model.model.layers[0].to("meta")
+    elif what == "unset":
+        kind = type(model)
+        model = model.to("meta")
+        model.__class__ = type("Own", (kind,), {"_init_weights": lambda self, module: None})
     else:
         folder = what
         model = ds_tsp.from_pretrained(folder, config)
@@ -311,6 +315,8 @@ def mixed_job(what: str) -> str:
 def test_what_initialize_refuses(tmp_path: Path) -> None:
     for message in run_ranks(2, mixed_job, "partly"):
         assert "only a part of LlamaForCausalLM is on the meta device: model.embed_tokens.weight is not" in message
+    for message in run_ranks(2, mixed_job, "unset"):
+        assert "its _init_weights leaves lm_head.weight unset" in message
     tiny("llama", num_hidden_layers=1).save_pretrained(tmp_path)
     for message in run_ranks(2, mixed_job, str(tmp_path)):
         assert "give both the same config" in message
