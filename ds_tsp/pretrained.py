@@ -74,7 +74,7 @@ def from_pretrained(name_or_path: str | PathLike[str], config: Any, **kwargs: An
     )  # fmt: skip
     agree(what, error, tied)
     assert model is not None
-    fold(model, plan, tsp, mesh)
+    fold(model, plan, tsp)
     for tensor in (*(p for p in model.parameters() if not hasattr(p, "tsp_cut")), *model.buffers()):
         broadcast_from_first(tensor.data, mesh)  # what the files lacked was drawn by each rank
     loaded: Any = model

@@ -74,23 +74,28 @@ def gathered_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 def gathered_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Grads:
     q, k, v, out, lse = saved
-    k_S, v_S = _gather_kv(call, k, v)
-    kernel, parts = call.choose(q, call.spec), _blocks(call)
-    if len(parts) == 1 and call.wire.mesh.size == 1:
-        dq, dk, dv = kernels.attend_backward(dout, q, k_S, v_S, out, lse, call.spec, kernel)
+    if call.wire.mesh.size == 1 and len(_blocks(call)) == 1:
+        kernel = call.choose(q, call.spec)
+        dq, dk, dv = kernels.attend_backward(dout, q, k, v, out, lse, call.spec, kernel)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
-    dq = torch.empty_like(q)
+    dq, dkv = _of_gathered(call, saved, dout)  # K/V are let go before the exchange makes room for dK/dV once more
+    dkv_s = reduce_scatter_sequence(dkv, call.layout, call.wire.mesh).to(k.dtype)
+    return dq, dkv_s[:, :, 0], dkv_s[:, :, 1]
+
+
+def _of_gathered(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> tuple[Tensor, Tensor]:
+    """dQ, and dK/dV of all tokens from these queries: [B, S, 2, k, E]."""
+    q, k, v, out, lse = saved
+    k_S, v_S = _gather_kv(call, k, v)
+    kernel, dq = call.choose(q, call.spec), torch.empty_like(q)
     dkv = q.new_zeros(*k_S.shape[:2], 2, *k_S.shape[2:], dtype=accumulate_dtype(q.dtype))
-    for rows, queries, keys in parts:
+    for rows, queries, keys in _blocks(call):
         block = (dout[rows, queries], q[rows, queries], k_S[rows, keys], v_S[rows, keys], out[rows, queries])
         dq_part, dk_part, dv_part = kernels.attend_backward(*block, lse[rows, :, queries], call.spec, kernel)
         dq[rows, queries] = dq_part
         dkv[rows, keys, 0] += dk_part
         dkv[rows, keys, 1] += dv_part
-    block = ()
-    del k_S, v_S  # before the exchange makes room for dK/dV once more
-    dkv_s = reduce_scatter_sequence(dkv, call.layout, call.wire.mesh).to(k.dtype)
-    return dq, dkv_s[:, :, 0], dkv_s[:, :, 1]
+    return dq, dkv
 
 
 def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
