@@ -67,18 +67,19 @@ class Contestant:
     @contextmanager
     def turn(self, what: str) -> Iterator[None]:
         """This scheme's globals are in place inside. What a rank raises inside is kept, and ends the scheme on all."""
-        error = ""
+        error, when = "", 0.0
         try:
             with self.globals.active():
                 yield
         except Exception as raised:
-            error = f"{what}: {type(raised).__name__}: {raised}".strip()
+            error, when = f"{what}: {type(raised).__name__}: {raised}", time.time()
             traceback.clear_frames(raised.__traceback__)  # they hold tensors, which would count as live from here on
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, error, group=self.agreement)
-        failed = [f"{text} (rank {rank})" for rank, text in enumerate(texts) if text]
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (when, error), group=self.agreement)
+        failed = [(*said, rank) for rank, said in enumerate(told) if said[1]]
         if failed:
-            self.error, self.runner = failed[0], None
+            _, error, rank = min(failed)  # the first; the others may have waited for it in vain
+            self.error, self.runner = f"{error} (rank {rank})", None
 
     def reduced(self, op: Any, *values: float) -> list[float]:
         """Over the world."""
@@ -96,14 +97,14 @@ def measure(
     The schemes live side by side in this process. First each is built and weighed while the others rest, then all are
     timed, taking turns. Collective over the world; every rank gets the same results.
     """
-    agreement = agreement_group()
+    agreement, short = agreement_group(), 64 * dist.get_world_size()
     results: list[Result] = []
     contestants = [Contestant(scheme, agreement) for scheme in schemes]
     for one in contestants:
         log(f"{one.scheme.name}: building")
-        _build(one, settings, lengths[0], next((other.loss for other in contestants if other.runner), math.nan))
+        _build(one, settings, short, next((other.loss for other in contestants if other.runner), math.nan))
         for mode in MODES:
-            _settle(one, settings, mode, lengths[0])
+            _settle(one, settings, mode, short)
             for length in lengths:
                 log(f"{one.scheme.name}: {mode}, {length} tokens, weighed")
                 results += weigh(one, settings, mode, length)
@@ -112,7 +113,7 @@ def measure(
     by_case = {(r.scheme, r.mode, r.length): r for r in results}
     for mode in MODES:
         for one in contestants:
-            _settle(one, settings, mode, lengths[0])
+            _settle(one, settings, mode, short)
         for length in lengths:
             for repeat in range(repeats):
                 log(f"{mode}, {length} tokens, round {repeat + 1} of {repeats}")

@@ -100,20 +100,24 @@ def plot(folder: Path, common: dict[str, Any], results: Sequence[Result]) -> lis
 
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
+    from matplotlib.ticker import ScalarFormatter
 
     quantities = {"memory": (lambda r: r.peak_bytes / MIB, "peak live MiB per rank"),
                   "throughput": (lambda r: r.tokens_per_second, "tokens/s")}  # fmt: skip
-    paths = []
+    paths, lengths = [], sorted({r.length for r in results if r.mode == "train"})
     for name, (value, label) in quantities.items():
         figure, axes = pyplot.subplots(figsize=(7, 4.5))
         for scheme in SCHEMES:
             points = sorted((r.length, value(r)) for r in results if r.scheme == scheme and r.mode == "train")
             if points:
-                own = scheme in ("tsp", "metp")
-                axes.plot(*zip(*points, strict=True), marker="o", label=scheme, linewidth=2.5 if own else 1.2,
-                          linestyle="-" if own else "--")  # fmt: skip
+                line = {"tsp": "-", "metp": ":"}.get(scheme)
+                axes.plot(*zip(*points, strict=True), marker="o", label=scheme, linestyle=line or "--",
+                          linewidth=2.5 if line else 1.2)  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence", ylabel=label)
-        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, map(str, lengths))
+        axes.xaxis.minorticks_off()
+        for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter(ScalarFormatter())  # 30, not 3 x 10^1
         axes.set_title(
             f"{common['ranks']} ranks, {common['device']}, {common['dtype']}, hidden {common['hidden']}", size=10
         )
