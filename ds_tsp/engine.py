@@ -10,7 +10,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.utils import set_z3_leaf_modules
 
@@ -18,7 +17,7 @@ from .config import load_config, parse
 from .grad_sync import sum_replicated_gradients
 from .inject import inject
 from .loader import TokenCountingLoader
-from .mesh import Mesh
+from .mesh import Mesh, init_distributed
 
 
 def initialize(
@@ -49,8 +48,7 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise ValueError("mpu and mesh_param cannot be given: ds_tsp makes the process groups; leave them out")
     settings = load_config(config if config is not None else config_params, args)
-    backend = get_accelerator().communication_backend_name()
-    dist.init_distributed(backend, distributed_port=distributed_port, dist_init_required=dist_init_required)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     tsp = parse(settings, dist.get_world_size())
     loaded = getattr(model, "tsp_loaded", None)  # by from_pretrained, over groups that it made
     mesh = loaded.mesh if loaded else Mesh.create(tsp.size, tsp.layout)

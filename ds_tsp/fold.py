@@ -126,7 +126,7 @@ class _Total:
             if not self.any:
                 dtype = accumulate_dtype(y.dtype) if self.several else y.dtype
                 self.sum = y.new_zeros(y.shape[0], length, *y.shape[2:], dtype=dtype)
-            self.sum[:, tile] += y
+            self.sum[:, tile].add_(y)
         self.any = True
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+
+def init_distributed(**options: Any) -> None:
+    """Join the world, on this rank's own device: DeepSpeed's engine sets it too, but after the first collectives."""
+    accelerator = get_accelerator()
+    dist.init_distributed(accelerator.communication_backend_name(), **options)
+    accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 
 @dataclass(frozen=True)

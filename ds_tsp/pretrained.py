@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -22,7 +21,7 @@ from .config import TSPConfig, load_config, parse
 from .inject import Loaded, ModelPlan, fold, plan_fold
 from .layout import WeightCut
 from .materialise import cut_meta, new_seed, own_random
-from .mesh import Mesh
+from .mesh import Mesh, init_distributed
 
 _WHOLE = "load the model with transformers' from_pretrained and give it to ds_tsp.initialize"
 _REFUSED = {
@@ -57,8 +56,7 @@ def from_pretrained(name_or_path: str | PathLike[str], config: Any, **kwargs: An
     if is_deepspeed_zero3_enabled():
         raise ValueError("a transformers HfDeepSpeedConfig with ZeRO-3 is alive, which makes transformers build models "
                          "under zero.Init; ds_tsp.from_pretrained needs none: delete it first")  # fmt: skip
-    dist.init_distributed(get_accelerator().communication_backend_name())
-    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))  # as DeepSpeed's engine does, later
+    init_distributed()
     tsp = parse(settings, dist.get_world_size())
     mesh = Mesh.create(tsp.size, tsp.layout)
     seed = new_seed()

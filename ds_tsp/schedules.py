@@ -91,10 +91,8 @@ def _of_gathered(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> tuple[T
     dkv = q.new_zeros(*k_S.shape[:2], 2, *k_S.shape[2:], dtype=accumulate_dtype(q.dtype))
     for rows, queries, keys in _blocks(call):
         block = (dout[rows, queries], q[rows, queries], k_S[rows, keys], v_S[rows, keys], out[rows, queries])
-        dq_part, dk_part, dv_part = kernels.attend_backward(*block, lse[rows, :, queries], call.spec, kernel)
-        dq[rows, queries] = dq_part
-        dkv[rows, keys, 0] += dk_part
-        dkv[rows, keys, 1] += dv_part
+        into = dkv[rows, keys, 0], dkv[rows, keys, 1]
+        dq[rows, queries], *_ = kernels.attend_backward(*block, lse[rows, :, queries], call.spec, kernel, into)
     return dq, dkv
 
 
@@ -123,11 +121,15 @@ def ring_backward(call: Call, saved: tuple[Tensor, ...], dout: Tensor) -> Grads:
         for rows, queries, keys, turn, spec in _pairs(call, owner):
             block = (dout[rows, queries], q[rows, queries], kv[rows, keys, 0], kv[rows, keys, 1], out[rows, queries])
             d, a, b, c, o = (turn(x) for x in block)
-            parts = kernels.attend_backward(d, a, b, c, o, turn(lse[rows, :, queries], 2), spec, call.choose(q, spec))
-            dq_part, dk_part, dv_part = parts
-            dq[rows, queries] += turn(dq_part)
-            dkv[rows, keys, 0] += turn(dk_part)
-            dkv[rows, keys, 1] += turn(dv_part)
+            parts = turn(lse[rows, :, queries], 2), spec, call.choose(q, spec)
+            sums = dkv[rows, keys, 0], dkv[rows, keys, 1]
+            if turn is _as_it_is:
+                dq_part, *_ = kernels.attend_backward(d, a, b, c, o, *parts, into=sums)
+            else:
+                dq_part, *turned = kernels.attend_backward(d, a, b, c, o, *parts)
+                for total, part in zip(sums, turned, strict=True):
+                    total.add_(turn(part))
+            dq[rows, queries].add_(turn(dq_part))
         if riding is not None:
             dkv += riding.wait()
         riding = call.wire.hop(dkv, torch.empty_like(dkv))

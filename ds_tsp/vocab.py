@@ -201,9 +201,9 @@ class _RingCrossEntropy(torch.autograd.Function):
             inside, column = _columns(request.targets, low, high)
             for tile in tiles(rows.shape[0], rows.numel(), high - low):
                 z = _logits(rows[tile], own, request).to(dtype)
-                at_target[tile] += z.gather(1, column[tile, None])[:, 0].where(inside[tile], 0)
+                at_target[tile].add_(z.gather(1, column[tile, None])[:, 0].where(inside[tile], 0))
                 if a:
-                    summed[tile] += z.sum(1)
+                    summed[tile].add_(z.sum(1))
                 now = torch.maximum(highest[tile], z.amax(1))
                 total[tile] = total[tile] * (highest[tile] - now).exp() + (z - now[:, None]).exp_().sum(1)
                 highest[tile] = now
@@ -234,7 +234,7 @@ class _RingCrossEntropy(torch.autograd.Function):
                 share = inside[tile].to(grad.dtype) * (a - 1)
                 grad.scatter_add_(1, column[tile, None], share[:, None]).sub_(a / size).mul_(weight[tile])
                 dz = torch.autograd.grad(capped, z, grad.to(capped.dtype))[0] if request.steps else grad.to(z.dtype)
-                dx[tile] += dz @ own[0]
+                dx[tile].add_(dz @ own[0])
                 sums[0] += dz.mT @ rows[tile]
                 if len(sums) > 1:
                     sums[1] += dz.sum(0)

@@ -45,16 +45,16 @@ class AttentionSpec:
 class Kernel:
     """One implementation of attention on one block.
 
-    `forward(q, k, v, spec) -> (out, lse)` and `backward(dout, q, k, v, out, lse, spec) -> (dq, dk, dv)` in layout
-    [B, S, H, E], last dim of stride 1, lse [B, H, Sq]. With the out and lse of attention over MORE keys, backward gives
-    this block's share of its gradient.
+    `forward(q, k, v, spec) -> (out, lse)` and `backward(dout, q, k, v, out, lse, spec, dk, dv) -> dq`, which adds to dk
+    and dv (fp32, or fp64), in layout [B, S, H, E], last dim of stride 1, lse [B, H, Sq]. With the out and lse of
+    attention over MORE keys, backward gives this block's share of its gradient.
     `refusal(device, dtype, spec, head_dim)` says why the kernel cannot run, or None.
     `row_tile(device, spec)` is the most query rows of one call, or None where memory is linear without tiles.
     """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, AttentionSpec], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionSpec], Grads]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionSpec, Tensor, Tensor], Tensor]
     refusal: Callable[[torch.device, torch.dtype, AttentionSpec, int], str | None]
     row_tile: Callable[[torch.device, AttentionSpec], int | None]
 

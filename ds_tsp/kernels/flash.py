@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
-from .block import AttentionSpec, Grads, Kernel, before_ampere
+from .block import AttentionSpec, Kernel, before_ampere
 
 # 2.7.0 replaced the window_size pair by two integers and returns (out, lse, ...) instead of eight tensors.
 _OLDEST = Version("2.7.0")
@@ -28,15 +28,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     return out[..., :head_dim], lse
 
 
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Grads:
-    """Shapes: as `forward`; dq, dk, dv in the inputs' dtype (the kernel sums them in fp32 and rounds once)."""
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec,
+             dk_sum: Tensor, dv_sum: Tensor) -> Tensor:  # fmt: skip
+    """Shapes: as `forward`; dq in q's dtype. The kernel sums dk and dv in fp32, and rounds before they are added."""
     head_dim = q.shape[-1]
     dout, q, k, v, out = _padded(dout, q, k, v, out)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     op = _interface()._flash_attn_backward
     # The kernel reads lse as if it were contiguous, whatever its strides.
     op(dout, q, k, v, out, lse.contiguous(), dq, dk, dv, **_arguments(spec), deterministic=False)
-    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+    dk_sum += dk[..., :head_dim]
+    dv_sum += dv[..., :head_dim]
+    return dq[..., :head_dim]
 
 
 def _interface() -> Any:

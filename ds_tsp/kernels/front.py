@@ -53,27 +53,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kernel: Kernel)
 
 
 def attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, kernel: Kernel
-) -> Grads:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, kernel: Kernel,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> Grads:  # fmt: skip
     """dq, dk, dv of `attend` from its saved out and lse; the scores are computed again, tile by tile.
 
     `out` and `lse` may be those of attention over more keys (merged): the result is then these keys' share.
 
-    Shapes: dout, dq as q; dk, dv as k. dq in q's dtype; dk, dv summed and returned in fp32 where k is half precision.
+    Shapes: dout, dq as q; dk, dv as k. dq in q's dtype; dk, dv summed and returned in fp32 where k is half precision,
+    or added to `into` and returned, where it is given.
     Raises: ValueError as `attend`, and where dout or out differ from q in shape or dtype.
     """
     _check(q, k, v, spec, dout, out)
     dout, q, k, v, out = _rows_in_one_piece(dout, q, k, v, out)
-    tiles, dtype = list(_tiles(q, k, spec, kernel)), accumulate_dtype(k.dtype)
-    if len(tiles) == 1 and tiles[0][1] == slice(0, k.shape[1]):
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, tiles[0][2])
-        return dq, dk.to(dtype), dv.to(dtype)
-    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
+    dk, dv = into or (torch.zeros_like(x, dtype=accumulate_dtype(k.dtype)) for x in (k, v))
+    tiles, dq = list(_tiles(q, k, spec, kernel)), torch.empty(0)
+    if len(tiles) != 1:
+        dq = torch.empty_like(q)
     for rows, keys, block_spec in tiles:
         block = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
-        dq[:, rows], dk_tile, dv_tile = kernel.backward(*block, block_spec)
-        dk[:, keys] += dk_tile
-        dv[:, keys] += dv_tile
+        dq_tile = kernel.backward(*block, block_spec, dk[:, keys], dv[:, keys])
+        if len(tiles) == 1:
+            return dq_tile, dk, dv
+        dq[:, rows] = dq_tile
     return dq, dk, dv
 
 

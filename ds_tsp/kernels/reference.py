@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import accumulate_dtype
-from .block import AttentionSpec, Grads, Kernel, hidden
+from .block import AttentionSpec, Kernel, hidden
 
 
 def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
@@ -41,8 +41,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     return _by_token(out).to(q.dtype), lse.flatten(1, 2)
 
 
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Grads:
-    """dS = P * (dP - rowsum(dout * out)), from the saved lse and not by autograd. dk, dv in fp32 or fp64."""
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec,
+             dk_sum: Tensor, dv_sum: Tensor) -> Tensor:  # fmt: skip
+    """dS = P * (dP - rowsum(dout * out)), from the saved lse and not by autograd."""
     kv_heads = k.shape[2]
     dout_, q_, k_, v_, out_ = (_by_kv_head(x, kv_heads) for x in (dout, q, k, v, out))
     scores, tanh = _scores(q_, k_, spec)
@@ -54,7 +55,9 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         ds = ds * (1 - tanh.square())
     dq = spec.scale * (ds @ k_)
     dk = spec.scale * (ds.mT @ q_).sum(2, keepdim=True)
-    return _by_token(dq).to(q.dtype), _by_token(dk), _by_token(dv)
+    dk_sum += _by_token(dk)
+    dv_sum += _by_token(dv)
+    return _by_token(dq).to(q.dtype)
 
 
 def _refusal(device: torch.device, dtype: torch.dtype, spec: AttentionSpec, head_dim: int) -> str | None:

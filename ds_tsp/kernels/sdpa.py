@@ -38,24 +38,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     return out.to(q.dtype), lse
 
 
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Grads:
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec,
+             dk_sum: Tensor, dv_sum: Tensor) -> Tensor:  # fmt: skip
     """Each block's backward with the MERGED out and lse is that block's share: dq is summed, dk and dv are adjacent.
 
-    Shapes: as `forward`; dq in q's dtype, dk, dv in the op's dtype (one block) or fp32 (two).
+    Shapes: as `forward`; dq in q's dtype.
     """
-    dtype, op = q.dtype, _backward_cpu if q.is_cpu else _backward_cuda
+    dtype, op, dq = q.dtype, _backward_cpu if q.is_cpu else _backward_cuda, None
     if q.is_cpu and _slow_on_this_cpu(dtype):
         dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-    blocks = list(_blocks(q, k, spec))
-    if len(blocks) == 1:
-        dq, dk, dv = op(dout, q, k, v, out, lse, spec, blocks[0][1])
-        return dq.to(dtype), dk, dv
-    sums = accumulate_dtype(dtype)
-    dq, dk, dv = q.new_zeros(q.shape, dtype=sums), k.new_empty(k.shape, dtype=sums), v.new_empty(v.shape, dtype=sums)
-    for keys, causal in blocks:
-        dq_part, dk[:, keys], dv[:, keys] = op(dout, q, k[:, keys], v[:, keys], out, lse, spec, causal)
-        dq += dq_part
-    return dq.to(dtype), dk, dv
+    for keys, causal in _blocks(q, k, spec):
+        dq_part, dk, dv = op(dout, q, k[:, keys], v[:, keys], out, lse, spec, causal)
+        dk_sum[:, keys].add_(dk)
+        dv_sum[:, keys].add_(dv)
+        dq = dq_part if dq is None else dq.to(accumulate_dtype(dtype)).add_(dq_part)
+    assert dq is not None
+    return dq.to(dtype)
 
 
 def _blocks(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[tuple[slice, bool]]:
