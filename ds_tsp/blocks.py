@@ -30,9 +30,16 @@ class CannotFold(ValueError):
 
 def plan_model(model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> dict[str, FoldPlan]:
     """Module name -> how it is folded. Raises ValueError naming the module that cannot be, and why."""
+    return plan_blocks(model, find_blocks(model, config.plan), config, mesh)
+
+
+def plan_blocks(
+    root: nn.Module, found: dict[str, dict[str, str]], config: TSPConfig, mesh: Mesh
+) -> dict[str, FoldPlan]:
+    """`plan_model` for the blocks of any module: name -> {name of a child: style}."""
     plans = {}
-    for name, styles in find_blocks(model, config.plan).items():
-        block = model.get_submodule(name)
+    for name, styles in found.items():
+        block = root.get_submodule(name)
         try:
             plans[name] = _plan_block(block, name, styles, config, mesh)
         except CannotFold as why:

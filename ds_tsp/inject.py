@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -23,7 +23,7 @@ from .blocks import plan_model
 from .comm import broadcast_from_first
 from .config import TSPConfig
 from .embedding import ShardedEmbedding
-from .fold import FoldedConv1D, fold_class
+from .fold import FoldedConv1D, FoldPlan, fold_class
 from .layout import WeightCut, cut_bounds
 from .mesh import Mesh
 from .model import ModelState, loss_function, model_class
@@ -37,20 +37,42 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
     start from the weights and buffers of the group's first rank, as DeepSpeed does over data-parallel ranks.
     Communication: one broadcast of the model. Raises ValueError naming the module that cannot be folded, before it.
     """
-    _check_model(model)
+    check_model(model)
     assert isinstance(model, PreTrainedModel)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device; materialise the model before ds_tsp.initialize")
+    folded = fold_model(model, config, mesh)
+    kind: Any = type(model)
+    model.__class__ = model_class(kind)
+    return folded
+
+
+def fold_model(model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> list[type[nn.Module]]:
+    """All of `inject` but the outermost ``forward``. Parts on the meta device belong to other stages of a pipeline: they
+    are checked like the others, so that every rank finds the same faults, and left alone."""
     plans = plan_model(model, config, mesh)
     if config.shard_vocab:
         _check_vocabulary(model, mesh)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        _equalise(tensor.data, mesh)
-    _own_config(model)
-    if INTERFACE not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(INTERFACE, attention_interface)
+    equalise(model, mesh)
+    own_configs(model)
     folded: Any = model
     folded.tsp_state = ModelState.of(model, config, mesh)
+    classes = fold_blocks(model, plans, mesh)
+    add_cores(model, config, mesh)
+    if config.shard_vocab:
+        _shard_vocabulary(folded, mesh)
+    _follow_longest_position(folded)
+    folded.loss_function = loss_function(model)
+    return classes
+
+
+def fold_blocks(root: nn.Module, plans: dict[str, FoldPlan], mesh: Mesh) -> list[type[nn.Module]]:
+    """Swap the classes of the planned blocks of `root` and cut their parameters; returns the new classes."""
     for name, plan in plans.items():
-        block: Any = model.get_submodule(name)
+        block: Any = root.get_submodule(name)
+        if plan.rowwise.weight.is_meta:
+            continue
         kind: Any = type(block)
         block.__class__ = fold_class(kind)
         block.tsp_fold, block.tsp_core = plan, plan.core
@@ -58,19 +80,21 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
             _shard_parameter(getattr(owner, leaf), cut, mesh)
             if isinstance(owner, Conv1D):
                 owner.__class__ = FoldedConv1D
-    for name, module in model.named_modules():
+    classes = {type(root.get_submodule(name)) for name, plan in plans.items() if not plan.rowwise.weight.is_meta}
+    return sorted(classes, key=lambda c: c.__name__)
+
+
+def add_cores(root: nn.Module, config: TSPConfig, mesh: Mesh) -> None:
+    """Attention that is not folded attends across the axis too; transformers reaches it by its attention interface."""
+    if INTERFACE not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(INTERFACE, attention_interface)
+    for name, module in root.named_modules():
         if not hasattr(module, "tsp_core") and (hasattr(module, "is_causal") or "Attention" in type(module).__name__):
             module.tsp_core = AttentionCore(mesh, config.kernel, name, config.schedule)
-    if config.shard_vocab:
-        _shard_vocabulary(folded, mesh)
-    _follow_longest_position(folded)
-    folded.loss_function = loss_function(model)
-    kind = type(model)
-    folded.__class__ = model_class(kind)
-    return sorted({type(model.get_submodule(name)) for name in plans}, key=lambda c: c.__name__)
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError for what is no model to fold, whatever its blocks."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"TSP folds Hugging Face models (PreTrainedModel); got {type(model).__name__}")
     if hasattr(model, "tsp_state"):
@@ -79,8 +103,6 @@ def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise ValueError(f"{name} was built under deepspeed.zero.Init; build the model outside of it")
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device; materialise the model before ds_tsp.initialize")
 
 
 # What a config may switch on that needs more than this rank's tokens, outside of attention's reach.
@@ -115,24 +137,24 @@ def _check_vocabulary(model: PreTrainedModel, mesh: Mesh) -> None:
         )
 
 
-def _equalise(tensor: Tensor, mesh: Mesh) -> None:
-    """Make `tensor` that of the group's first rank; the collective needs it on the accelerator."""
-    if mesh.size == 1:
-        return
-    staged = tensor.to(get_accelerator().current_device_name()).contiguous()
-    broadcast_from_first(staged, mesh)
-    tensor.copy_(staged)
+def equalise(root: nn.Module, mesh: Mesh) -> None:
+    """Make parameters and buffers those of the group's first rank; the collective needs them on the accelerator."""
+    for tensor in [*root.parameters(), *root.buffers()]:
+        if mesh.size > 1 and not tensor.is_meta:
+            staged = tensor.data.to(get_accelerator().current_device_name()).contiguous()
+            broadcast_from_first(staged, mesh)
+            tensor.data.copy_(staged)
 
 
-def _own_config(model: PreTrainedModel) -> None:
-    """Give the model its own copy of its config: another model may share it, and keeps its own attention."""
+def own_configs(root: nn.Module) -> None:
+    """Give the modules their own copies of their configs: another model may share them, and keeps its own attention."""
     memo: dict[int, Any] = {}
-    own = copy.deepcopy(model.config, memo)
-    own._attn_implementation = INTERFACE
-    for module in model.modules():
+    for module in root.modules():  # from the outside in: a copy of a config copies the configs inside it
         config = module.__dict__.get("config")
-        if id(config) in memo:
-            module.config = memo[id(config)]
+        if isinstance(config, PreTrainedConfig):
+            if id(config) not in memo:
+                copy.deepcopy(config, memo)._attn_implementation = INTERFACE
+            module.config = memo[id(config)]  # type: ignore[assignment]
 
 
 def _shard_parameter(parameter: nn.Parameter, cut: WeightCut, mesh: Mesh) -> None:
@@ -149,13 +171,13 @@ def _shard_vocabulary(model: Any, mesh: Mesh) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for module in (embedding, head):
         for parameter in () if module is None else module.parameters(recurse=False):
-            if not hasattr(parameter, "tsp_cut"):
+            if not hasattr(parameter, "tsp_cut") and not parameter.is_meta:
                 cut = WeightCut(tuple(parameter.shape), 0, cut_bounds(parameter.shape[0], mesh.size))
                 _shard_parameter(parameter, cut, mesh)
     kind: Any = type(embedding)
     embedding.__class__ = vocab.sharded_class(kind, ShardedEmbedding)
     embedding.tsp_mesh = mesh
-    if head is not None:
+    if head is not None and not head.weight.is_meta:
         head.tsp_ring = vocab.head_ring(head, mesh)
         head.tsp_state = model.tsp_state
         kind = type(head)

@@ -18,9 +18,10 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"comm"}),
     frozenset({"embedding", "grad_sync", "schedules", "vocab"}),
     frozenset({"attention", "data"}),
-    frozenset({"fold"}),
-    frozenset({"blocks", "checkpoint", "loader", "model"}),
-    frozenset({"inject"}),
+    frozenset({"fold", "microbatches"}),
+    frozenset({"blocks", "checkpoint", "loader", "model", "pipe_engine"}),
+    frozenset({"inject", "stage"}),
+    frozenset({"pipeline"}),
     frozenset({"engine"}),
     frozenset({"__init__", "cli", "__main__"}),
 )

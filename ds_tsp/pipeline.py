@@ -1,0 +1,156 @@
+"""``ds_tsp.pipeline``: a Hugging Face model as a DeepSpeed `PipelineModule`, on a grid of stages x data x TSP."""
+
+from __future__ import annotations
+
+import os
+import re
+from os import PathLike
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from . import data
+from .blocks import plan_blocks
+from .config import TSPConfig, load_config, parse, pipeline_settings
+from .inject import add_cores, check_model, equalise, fold_blocks, fold_model, own_configs
+from .mesh import Mesh
+from .stage import Part, Stage
+
+
+def pipeline(
+    model: PreTrainedModel | PreTrainedConfig,
+    num_stages: int,
+    config: str | PathLike[str] | dict[str, Any],
+    partition_method: str = "parameters",
+    activation_checkpoint_interval: int = 0,
+    base_seed: int = 1234,
+) -> PipelinedModel:
+    """A `PipelineModule` of `num_stages` stages made of `model`, to be given to `ds_tsp.initialize`.
+
+    model: a Hugging Face causal language model, or its config, or the model on the meta device. With the latter two a
+    rank only ever makes the layers of its own stage, and initialises them by transformers' own rule from `base_seed` and
+    the place of the layer: the same on all data-parallel and TSP ranks and at any number of stages, but not bit for bit
+    what the whole model would draw. config: the DeepSpeed config with its ``"tsp"`` section; world = stages x dp x P,
+    with the P ranks of a TSP group next to each other. partition_method, activation_checkpoint_interval: DeepSpeed's.
+    Layers, in order: embedding, decoder layers, norm, output layer; the loss follows the last.
+    Raises ValueError before the first collective: sizes that do not fit, a model that cannot be cut into such layers.
+    """
+    settings = load_config(config)
+    dist.init_distributed(get_accelerator().communication_backend_name())
+    tsp = parse(settings, dist.get_world_size(), num_stages)
+    pipeline_settings(settings, tsp.size)
+    if isinstance(model, nn.Module):
+        check_model(model)
+    stage = Stage.of(model, base_seed)
+    topology = PipeModelDataParallelTopology(num_stages, tsp.size, dist.get_world_size() // num_stages // tsp.size)
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_local_rank()))  # DeepSpeed's module wants it in the environment
+    return PipelinedModel(stage, topology, partition_method, activation_checkpoint_interval)
+
+
+class _Layer(LayerSpec):
+    """A part of the model that is built on its own stage only; counted without being built."""
+
+    def __init__(self, stage: Stage, name: str):
+        LayerSpec.__init__(self, type(stage.model.get_submodule(name)))
+        self.stage, self.name = stage, name
+
+    def build(self, log: bool = False) -> nn.Module:
+        return Part(self.stage, self.name)
+
+
+class _TiedLayer(_Layer, TiedLayerSpec):
+    """The embedding, which is the output layer's weight too. On the way out it passes hidden states to the loss."""
+
+    def __init__(self, stage: Stage, name: str, at_the_end: bool):
+        super().__init__(stage, name)
+        self.key, self.tied_weight_attr = "embedding", [f"{name.rpartition('.')[2]}.weight"]
+        self.forward_fn = (lambda module, carried: carried) if at_the_end else None
+
+
+class PipelinedModel(PipelineModule):
+    """The layers of this rank's stage. `tsp_stage.model` has them under their Hugging Face names."""
+
+    def __init__(self, stage: Stage, topology: Any, partition_method: str, activation_checkpoint_interval: int):
+        parts = stage.parts
+        layers: list[_Layer] = [_Layer(stage, name) for name in parts.names()]
+        if parts.tied:
+            layers[0] = _TiedLayer(stage, parts.embedding, at_the_end=False)
+            layers[-1] = _TiedLayer(stage, parts.embedding, at_the_end=True)
+        super().__init__(
+            layers,
+            topology=topology,
+            loss_fn=stage.loss,
+            partition_method=partition_method,
+            activation_checkpoint_interval=activation_checkpoint_interval,
+        )
+        stage.source = None  # the other stages' weights may go
+        self.tsp_stage = stage
+
+    def _count_layer_params(self) -> list[int]:
+        return [spec.stage.parameters_of(spec.name) for spec in self._layer_specs]
+
+    def train(self, mode: bool = True) -> PipelinedModel:
+        self.tsp_stage.model.train(mode)
+        return super().train(mode)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with self.tsp_stage.running(inputs) as micro:
+            # Without an input that wants a gradient, reentrant checkpointing would cut off the embedding's.
+            spark = torch.zeros((), requires_grad=torch.is_grad_enabled())
+            x, *_ = super().forward((inputs, spark, micro))
+        return self.logits(x) if self.tsp_stage.gives_logits else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the micro batch that just ran."""
+        stage, state = self.tsp_stage, self.tsp_stage.model.tsp_state
+        local = stage.logits(hidden)
+        assert stage.current is not None
+        return data.gather(local, stage.current.batch.sequence, state.mesh) if state.gather_logits else local
+
+
+def inject_pipeline(module: PipelineModule, config: TSPConfig) -> Mesh:
+    """Fold this rank's layers, in place; returns the mesh within the stage.
+
+    Raises ValueError, before any collective, if the module's grid is not one of TSP groups, or has nothing to fold.
+    """
+    mesh = Mesh.of_grid(module.mpu(), config.layout)
+    if mesh.size != config.size or mesh.ranks != tuple(range(mesh.ranks[0], mesh.ranks[0] + mesh.size)):
+        raise ValueError(
+            f"tsp.size={config.size}, but the pipeline's TSP group is {list(mesh.ranks)}; build the PipelineModule with "
+            f"topology=PipeModelDataParallelTopology(num_pp={mesh.stages}, num_mp={config.size}, num_dp=...)"
+        )
+    if isinstance(module, PipelinedModel):
+        fold_model(module.tsp_stage.model, config, mesh)
+        module.to(get_accelerator().current_device_name())
+        return mesh
+    found = _find_blocks(module, config)
+    if mesh.size > 1 and not found:
+        raise ValueError(
+            f"stage {mesh.stage} of this {type(module).__name__} has no layer that TSP can fold (an attention or MLP "
+            "with a base_model_tp_plan in its config), and its tokens would not meet; use tsp.size=1"
+        )
+    plans = plan_blocks(module, found, config, mesh)
+    equalise(module, mesh)
+    own_configs(module)
+    fold_blocks(module, plans, mesh)
+    add_cores(module, config, mesh)
+    return mesh
+
+
+def _find_blocks(module: nn.Module, config: TSPConfig) -> dict[str, dict[str, str]]:
+    """Blocks of Hugging Face decoder layers anywhere inside: block name -> {name of a child: style}."""
+    blocks: dict[str, dict[str, str]] = {}
+    for name, block in module.named_modules():
+        plan = config.plan or getattr(getattr(block, "config", None), "base_model_tp_plan", None) or {}
+        for key, style in plan.items():
+            owner, _, child = key.rpartition(".")
+            inner = re.sub(r"^.*\*\.?", "", owner)  # what is left of layers.*.self_attn
+            if inner and f".{name}".endswith(f".{inner}") and hasattr(block, child):
+                blocks.setdefault(name, {})[child] = style
+    return blocks
