@@ -29,10 +29,11 @@ class TSPPipelineEngine(PipelineEngine):
         """As DeepSpeed's. `data_iter` yields full batches, dicts, the same on the first and last stage's TSP groups."""
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        if hasattr(self.module, "tsp_stage"):
+        stage = getattr(self.module, "tsp_stage", None)
+        if stage is not None:
             self._exchange(self.data_iterator, self.micro_batches, with_loss=True)
-            if self.module.tsp_stage.model.tsp_state.loss_average == "token":
-                count_tokens(self.module.tsp_stage.left, self.tsp, self.device)
+            if stage.model.tsp_state.loss_average == "token":
+                count_tokens(stage.left, self.tsp, self.device)
         return super().train_batch()
 
     def eval_batch(
@@ -46,9 +47,20 @@ class TSPPipelineEngine(PipelineEngine):
     ) -> Any:
         """As DeepSpeed's. Logits are those of the last micro batch, on the last stage: whole and in order, or with
         ``gather_logits`` off this rank's own."""
-        if hasattr(self.module, "tsp_stage"):
-            self._exchange(data_iter, num_micro_batches or self.micro_batches, with_loss=compute_loss)
-        return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+        arguments = (data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+        stage = getattr(self.module, "tsp_stage", None)
+        if stage is None:
+            return super().eval_batch(*arguments)
+        self._exchange(data_iter, num_micro_batches or self.micro_batches, with_loss=compute_loss)
+        stage.gives_logits = self.is_last_stage() and not compute_loss  # else the last layer gives hidden states
+        try:
+            result = super().eval_batch(*arguments)
+        finally:
+            stage.gives_logits = False
+        if return_logits and compute_loss and self.is_last_stage():
+            with torch.no_grad():
+                result = (result[0], self.module.logits(result[1]))
+        return result
 
     def _exchange(self, batches: Any, count: int, with_loss: bool) -> None:
         """Read the micro batches of this call, and make shapes, documents and positions known to all stages."""
@@ -67,17 +79,6 @@ class TSPPipelineEngine(PipelineEngine):
             return super()._next_batch()
         batch = next(self.tsp_to_load).batch
         return batch.arguments["input_ids"], batch.shift_labels
-
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        wants_logits, stage = self.eval_return_logits, getattr(self.module, "tsp_stage", None)
-        if stage is not None:
-            self.eval_return_logits = False  # what the last layer gives are hidden states
-            stage.gives_logits = self.is_last_stage() and not self._compute_loss
-        super()._exec_forward_pass(buffer_id)
-        self.eval_return_logits = wants_logits
-        if stage is not None and wants_logits and self.is_last_stage():
-            hidden = self.pipe_buffers["outputs"][buffer_id]
-            self.outputs = self.module.logits(hidden) if self._compute_loss else hidden
 
     def clip_fp32_gradients(self) -> None:
         """Clip plain fp32 gradients (ZeRO-0) by the norm of the whole model's.

@@ -2,12 +2,16 @@
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed.runtime.pipe import p2p
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import ds_tsp
+from ds_tsp.meter import LiveBytes
 from tests.harness import run_ranks
 from tests.integration.test_training import STEPS, adamw, ds_config, micro_batch, train_reference
 from tests.models import tiny, tokens
@@ -139,3 +143,60 @@ def test_other_lengths_and_rows_between_calls(family: str, size: int, stages: in
     layers = 5 if stages == 4 else 2
     for rank, errors in enumerate(run_ranks(WORLD, calls_job, expected_calls(family, layers), family, layers, size, stages)):
         assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+
+
+def sent_job() -> list[int]:
+    """Bytes that each rank sends to other stages in one step, the second of two alike; and DeepSpeed's two switches."""
+    engine = pipeline_engine(tiny("llama"), ds_config(2, 1, 0.0, 3))
+    sent: list[int] = []
+    send = p2p.send
+
+    def counted(tensor: Tensor, to: int, **more: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return send(tensor, to, **more)
+
+    with mock.patch.object(p2p, "send", counted):
+        for step in range(2):
+            sent.clear()
+            engine.train_batch(iter([micro_batch(step, micro, engine.tsp.dp_rank) for micro in range(3)]))
+    return [*sent, engine.is_pipe_partitioned, engine.is_grad_partitioned]
+
+
+def test_only_local_activations_cross_a_boundary() -> None:
+    """B x s x D elements of 4 bytes for each micro batch, forward and back: 21 tokens are padded to 24, 12 a rank."""
+    assert run_ranks(WORLD, sent_job) == [[2 * 12 * 24 * 4] * 3 + [False, False]] * WORLD
+
+
+class RealBytes(LiveBytes):
+    """Tensors with memory behind them only."""
+
+    def _see(self, tensor: Tensor) -> None:
+        if not tensor.is_meta:
+            super()._see(tensor)
+
+
+def built_job(stages: int, meta: bool) -> dict[str, Any]:
+    config = tiny("llama", num_hidden_layers=6).config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    whole = sum(p.numel() for p in empty.parameters()) * 4
+    with RealBytes([]) as live:
+        module = ds_tsp.pipeline(empty if meta else config, stages, ds_config(2, 0), "type:decoderlayer")
+    own = sum(p.numel() for p in module.parameters()) * 4
+    engine, *_ = ds_tsp.initialize(model=module, optimizer=adamw(module), config=ds_config(2, 0))
+    loss = engine.train_batch(iter([micro_batch(0, 0, 0)])).item()
+    return {"peak": live.peak / whole, "own": own / whole, "layers": len(module.forward_funcs), "loss": loss,
+            "weights": ds_tsp.full_state_dict(engine)}  # fmt: skip
+
+
+def test_from_a_config_no_rank_makes_another_stages_layers() -> None:
+    """Nor from a model on the meta device; the weights are the same, at any number of stages."""
+    two, four = run_ranks(WORLD, built_job, 2, False), run_ranks(WORLD, built_job, 4, True)
+    assert [r["layers"] for r in two] == [4] * 4 + [5] * 4
+    assert max(r["own"] for r in two) < 0.55 and max(r["peak"] for r in two) < 0.6
+    assert max(r["own"] for r in four) < 0.35 and max(r["peak"] for r in four) < 0.4
+    assert len({r["loss"] for r in two}) == 1 and abs(two[0]["loss"] - four[0]["loss"]) < 1e-5
+    assert list(two[0]["weights"]) == list(four[0]["weights"])
+    for name, weight in two[0]["weights"].items():
+        assert (weight - four[0]["weights"][name]).abs().max() < 1e-5
+        assert weight.std() > 0.01 or "norm" in name
