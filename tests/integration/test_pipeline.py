@@ -1,16 +1,22 @@
 """Pipeline stages with TSP inside equal the unsharded model: losses, norms and weights of five steps, by any route."""
 
+import copy
 import functools
+import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import p2p
-from torch import Tensor
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ds_tsp
+from ds_tsp.layout import SequenceLayout
 from ds_tsp.meter import LiveBytes
 from tests.harness import run_ranks
 from tests.integration.test_training import STEPS, adamw, ds_config, micro_batch, train_reference
@@ -200,3 +206,187 @@ def test_from_a_config_no_rank_makes_another_stages_layers() -> None:
     for name, weight in two[0]["weights"].items():
         assert (weight - four[0]["weights"][name]).abs().max() < 1e-5
         assert weight.std() > 0.01 or "norm" in name
+
+
+def faults_job() -> list[str]:
+    """Wrong data in turn; each is refused on every rank before anything runs, and the engine goes on."""
+    engine = pipeline_engine(tiny("llama"), ds_config(2, 1, 0.0, 2))
+    good, last = batch_of(2, 9, 1), engine.is_last_stage()
+    other = batch_of(2, 9, 2)
+    cases: list[Any] = [
+        iter([good]),
+        iter([good, other if last else good]),
+        iter([good, other if engine.tsp.rank else good]),
+        iter([good, good if last else {"input_ids": good["input_ids"]}]),
+        iter([good, {**good, "token_type_ids": good["labels"]}]),
+        iter([(good["input_ids"], good["labels"])] * 2),
+        iter([{**good, "input_ids": good["input_ids"] + 50}] * 2),
+        [good, good],
+    ]
+    messages = []
+    for batches in cases:
+        with pytest.raises((ValueError, StopIteration)) as raised:
+            engine.train_batch(batches)
+        messages.append(f"{raised.type.__name__}: {raised.value}")
+    # A batch that was cut early is recognised, by some ranks or all.
+    cut = ds_tsp.shard_batch(good, engine.tsp) if engine.tsp.dp_rank else good
+    loss = engine.train_batch(iter([cut, good])).item()
+    assert loss == pytest.approx(tiny("llama")(**good).loss.item(), abs=1e-5)
+    return messages
+
+
+def test_wrong_data_is_refused_on_all_ranks() -> None:
+    ended, stages, group, label, unknown, kind, ids, no_iterator = range(8)
+    for rank, messages in enumerate(run_ranks(WORLD, faults_job)):
+        assert messages[ended].startswith("StopIteration: the data of rank 0 of the TSP group of stage 0 ended at micro")
+        assert "rank 0 of the TSP group of stage 1 read another one than rank 0" in messages[stages]
+        assert "rank 1 of the TSP group of stage 0 read another one than rank 0" in messages[group]
+        assert ("no labels" if rank < 4 else "rank 0 of the TSP group of stage 0 was given") in messages[label]
+        assert "passes on input_ids, labels, positions and documents; the batch has" in messages[unknown]
+        assert "takes batches as dicts; got tuple" in messages[kind]
+        assert "input_ids must lie in 0 .. 52" in messages[ids]
+        assert "from an iterator: 'list' object is not an iterator" in messages[no_iterator]
+
+
+def evaluation_job(stages: int, size: int, gather: bool) -> dict[str, float]:
+    """Logits beside a loss, and without one; the mean over all tokens of a step where micro batches are uneven."""
+    config = ds_config(size, 0, 0.0, 2)
+    config["tsp"] |= {"loss_average": "token", "gather_logits": gather}
+    engine, reference = pipeline_engine(tiny("gemma2"), config, stages), tiny("gemma2")
+    mine = batch_of(2, 19, engine.tsp.dp_rank)
+    with torch.no_grad():
+        expected = reference(**mine)
+    loss, logits = engine.eval_batch(iter([mine]), return_logits=True, num_micro_batches=1)
+    ids = {"input_ids": mine["input_ids"]}
+    alone = engine.eval_batch(iter([ids]), compute_loss=False, reduce_output=None, num_micro_batches=1)
+    errors = {"loss": 0.0 if engine.tsp.dp_size > 1 else (loss - expected.loss).abs().item()}
+    assert (logits is None) == (alone is None) == (not engine.is_last_stage())
+    if logits is not None:
+        whole = expected.logits
+        if not gather:  # local tokens, the last of which fill up the sequence
+            at = SequenceLayout(19, size).positions(engine.tsp.rank)
+            logits, alone, whole = logits[:, at < 19], [alone[0][:, at < 19]], whole[:, at[at < 19]]
+        errors |= {"beside": (logits - whole).abs().max().item(), "alone": (alone[0] - whole).abs().max().item()}
+    everyones = [[batch_of(1 + micro, 9 + 14 * micro + dp, dp) for micro in range(2)] for dp in range(engine.tsp.dp_size)]
+    got = engine.train_batch(iter(everyones[engine.tsp.dp_rank])).item()
+    losses = [reference(**batch, use_cache=False) for row in everyones for batch in row]
+    valid = [(batch["labels"][:, 1:] != -100).sum() for row in everyones for batch in row]
+    mean = sum(out.loss * n for out, n in zip(losses, valid, strict=True)) / sum(valid)
+    return errors | {"token": abs(got - mean.item())}
+
+
+@pytest.mark.parametrize(("stages", "size", "gather"), [(2, 2, True), (2, 4, False), (1, 4, True)])
+def test_logits_and_the_mean_over_tokens(stages: int, size: int, gather: bool) -> None:
+    """Also one stage alone, first and last at once."""
+    for rank, errors in enumerate(run_ranks(WORLD, evaluation_job, stages, size, gather)):
+        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+
+
+class FirstOfMine(nn.Module):
+    """A pipeline of the user's own, of Hugging Face layers: it makes positions itself, from those of local tokens."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.embed = copy.deepcopy(model.model.embed_tokens)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        ids, positions = inputs
+        return self.embed(ids), positions
+
+
+class LayerOfMine(nn.Module):
+    def __init__(self, model: Any, number: int):
+        super().__init__()
+        self.block, self.rotary = copy.deepcopy(model.model.layers[number]), copy.deepcopy(model.model.rotary_emb)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, positions = inputs
+        return self.block(x, position_embeddings=self.rotary(x, positions)), positions
+
+
+class LastOfMine(nn.Module):
+    def __init__(self, model: Any):
+        super().__init__()
+        self.norm, self.head = copy.deepcopy(model.model.norm), copy.deepcopy(model.lm_head)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        return self.head(self.norm(inputs[0]))
+
+
+def share_of_mine(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    targets, valid = labels
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / valid
+
+
+def own_module_job() -> dict[str, float]:
+    model, config = tiny("llama"), ds_config(2, 0, 0.5, 1)
+    layers = [LayerSpec(FirstOfMine, model), *(LayerSpec(LayerOfMine, model, i) for i in range(2)),
+              LayerSpec(LastOfMine, model)]  # fmt: skip
+    topology = PipeModelDataParallelTopology(2, 2, 2)
+    os.environ["LOCAL_RANK"] = "0"
+    module = PipelineModule(layers, topology=topology, loss_fn=share_of_mine, partition_method="uniform")
+    engine, *_ = ds_tsp.initialize(model=module, optimizer=adamw(module), config=config)
+    optimizer, errors = adamw(model), {"loss": 0.0}
+    for step, length in enumerate((16, 9, 31)):
+        everyones = [batch_of(1 + step, length, 10 * step + dp) for dp in range(2)]
+        mine = ds_tsp.shard_batch(everyones[engine.tsp.dp_rank], engine.tsp)
+        valid = (everyones[engine.tsp.dp_rank]["labels"][:, 1:] != -100).sum()
+        positions = mine["position_ids"].expand(1 + step, -1).contiguous()
+        loss = engine.train_batch(iter([((mine["input_ids"], positions), (mine["labels"], valid))]))
+        optimizer.zero_grad()
+        expected = torch.stack([model(**batch).loss for batch in everyones]).mean()
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        errors["loss"] = max(errors["loss"], abs(loss.item() - expected.item()))
+        errors[f"norm {step}"] = (engine.get_global_grad_norm() - norm).abs().item()
+    assert sum(type(m).__name__.startswith("Folded") for m in module.modules()) == 2
+    return errors
+
+
+def test_a_pipeline_module_of_the_users_own() -> None:
+    """The user's layers see this rank's tokens; loss_fn gives this rank's share of the loss."""
+    for rank, errors in enumerate(run_ranks(WORLD, own_module_job)):
+        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+
+
+def half_precision_job() -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, stage, more in (("fp32", 1, {}), ("bf16-0", 0, {"bf16": {"enabled": True}}),
+                              ("bf16-1", 1, {"bf16": {"enabled": True}})):  # fmt: skip
+        config = ds_config(2, stage, 1.0, 2, **more)
+        module = ds_tsp.pipeline(tiny("qwen3", tie_word_embeddings=True), 2, config)
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        engine, *_ = ds_tsp.initialize(model=module, model_parameters=module.parameters(), config=config)
+        found[name] = []
+        for step in range(3):
+            batches = iter([micro_batch(step, micro, engine.tsp.dp_rank) for micro in range(2)])
+            found[name] += [engine.train_batch(batches).item(), float(engine.get_global_grad_norm())]
+    return found
+
+
+def test_bf16() -> None:
+    for found in run_ranks(WORLD, half_precision_job):
+        for name in ("bf16-0", "bf16-1"):
+            assert found[name] != found["fp32"]
+            assert found[name] == pytest.approx(found["fp32"], rel=3e-2)
+
+
+def resume_job(folder: str) -> float:
+    """Two steps, a checkpoint of DeepSpeed's, one step; and that last step again from the checkpoint."""
+
+    def step(engine: Any, number: int) -> float:
+        return engine.train_batch(iter([micro_batch(number, 0, engine.tsp.dp_rank)])).item()
+
+    engine = pipeline_engine(tiny("gemma2"), ds_config(2, 1, 0.5))
+    step(engine, 0), step(engine, 1)
+    engine.save_checkpoint(folder)
+    last, weights = step(engine, 2), ds_tsp.full_state_dict(engine)
+    other = pipeline_engine(tiny("gemma2").config, ds_config(2, 1, 0.5))
+    other.load_checkpoint(folder)
+    again, others = step(other, 2), ds_tsp.full_state_dict(other)
+    return max([abs(last - again), *((weights[n] - others[n]).abs().max().item() for n in weights)])
+
+
+def test_deepspeeds_checkpoint_resumes(tmp_path: Path) -> None:
+    assert run_ranks(WORLD, resume_job, str(tmp_path)) == [0.0] * WORLD
