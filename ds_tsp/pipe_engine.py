@@ -59,21 +59,14 @@ class TSPPipelineEngine(PipelineEngine):
                 f"{sorted(lengths)}; evaluate one at a time, with num_micro_batches=1"
             )
         self.total_loss = None  # DeepSpeed forgets the last call's in training only, and would add logits to it
-        stage.gives_logits = self.is_last_stage() and not compute_loss  # else the last layer gives hidden states
+        stage.with_loss = compute_loss
         try:
             result = super().eval_batch(*arguments)
+            if return_logits and compute_loss and self.is_last_stage():
+                with torch.no_grad():
+                    result = (result[0], self.module.logits())
         finally:
-            lengths = {(micro.batch.rows, micro.batch.sequence.length) for micro in stage.left}
-        if not compute_loss and len(lengths) > 1:
-            raise ValueError(
-                f"without a loss DeepSpeed adds up the outputs of all micro batches, and these have (rows, length) "
-                f"{sorted(lengths)}; evaluate one at a time, with num_micro_batches=1"
-            )
-        self.total_loss = None  # DeepSpeed forgets the last call's in training only, and would add logits to it
-        stage.gives_logits = False
-        if return_logits and compute_loss and self.is_last_stage():
-            with torch.no_grad():
-                result = (result[0], self.module.logits(result[1]))
+            stage.with_loss, stage.evaluated = True, None
         return result
 
     def _exchange(self, batches: Any, count: int, with_loss: bool) -> None:

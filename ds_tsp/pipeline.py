@@ -38,7 +38,7 @@ def pipeline(
     the place of the layer: the same on all data-parallel and TSP ranks and at any number of stages, but not bit for bit
     what the whole model would draw. config: the DeepSpeed config with its ``"tsp"`` section; world = stages x dp x P,
     with the P ranks of a TSP group next to each other. partition_method, activation_checkpoint_interval: DeepSpeed's.
-    Layers, in order: embedding, decoder layers, norm, output layer; the loss follows the last.
+    Layers, in order: embedding, decoder layers, norm, output layer, whose output is the loss.
     Raises ValueError before the first collective: sizes that do not fit, a model that cannot be cut into such layers.
     """
     settings = load_config(config)
@@ -85,7 +85,6 @@ class PipelinedModel(PipelineModule):
         super().__init__(
             layers,
             topology=topology,
-            loss_fn=stage.loss,
             partition_method=partition_method,
             activation_checkpoint_interval=activation_checkpoint_interval,
         )
@@ -100,17 +99,25 @@ class PipelinedModel(PipelineModule):
         return super().train(mode)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        with self.tsp_stage.running(inputs) as micro:
+        """Hidden states for the next stage; on the last one the loss, or logits in an evaluation without a loss."""
+        stage = self.tsp_stage
+        with stage.running(inputs) as micro:
             # Without an input that wants a gradient, reentrant checkpointing would cut off the embedding's.
             spark = torch.zeros((), requires_grad=torch.is_grad_enabled())
             x, *_ = super().forward((inputs, spark, micro))
-        return self.logits(x) if self.tsp_stage.gives_logits else x
+        if self.stage_id < self.num_stages - 1:
+            return x
+        if not self.training:
+            stage.evaluated = x
+        # Not DeepSpeed's loss_fn: what it runs is outside of the module, and engines that hook the module's outputs
+        # (bf16 with fp32 accumulation) would clear the output layer's gradient.
+        return stage.loss(x) if stage.with_loss else self.logits(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the micro batch that just ran."""
+    def logits(self, hidden: Tensor | None = None) -> Tensor:
+        """Logits of the micro batch that was evaluated last; collective over the last stage's TSP group."""
         stage, state = self.tsp_stage, self.tsp_stage.model.tsp_state
-        local = stage.logits(hidden)
-        assert stage.current is not None
+        assert stage.current is not None and stage.evaluated is not None
+        local = stage.logits(stage.evaluated if hidden is None else hidden)
         return data.gather(local, stage.current.batch.sequence, state.mesh) if state.gather_logits else local
 
 

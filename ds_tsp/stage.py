@@ -127,7 +127,8 @@ class Stage:
     """This rank's part of the model. `model` is the outline with the own parts in it, under their Hugging Face names.
 
     source: where weights come from, or None to initialise them, from `seed` and the place of the part in the model.
-    current: the micro batch whose forward runs, or ran last; `left` are those to come.
+    current: the micro batch whose forward runs, or ran last; `left` are those to come. with_loss: the last stage gives
+    the loss, else logits; evaluated: its hidden states, of the last evaluation.
     """
 
     model: PreTrainedModel
@@ -137,7 +138,8 @@ class Stage:
     left: list[MicroBatch] = field(default_factory=list)
     current: MicroBatch | None = None
     reached: bool = False
-    gives_logits: bool = False  # the last layer's output is logits, for an evaluation without a loss
+    with_loss: bool = True
+    evaluated: Tensor | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel | PreTrainedConfig, seed: int) -> Stage:
@@ -151,7 +153,7 @@ class Stage:
         for name in sorted(owners):  # rotary embeddings and the like: every stage has its own
             stage._fill(name)
             whole.get_submodule(name).to(device)
-        stage._outer_arguments((1, 2), {"position_ids": torch.arange(2, device=device)[None]}, None)
+        stage._outer_arguments(torch.zeros(1, 2, dtype=torch.int64), {"position_ids": torch.arange(2)[None]}, None)
         return stage
 
     def build(self, name: str) -> nn.Module:
@@ -195,7 +197,7 @@ class Stage:
         self.current = micro = self.left.pop(0)
         state.batch, state.agreed = micro.batch, micro.agreed
         try:
-            micro.layers = self._outer_arguments(x.shape[:2], micro.batch.arguments, attention_mask(micro.batch, state))
+            micro.layers = self._outer_arguments(x, micro.batch.arguments, attention_mask(micro.batch, state))
             with own_dropout(state, self.model):
                 yield micro
         finally:
@@ -204,7 +206,7 @@ class Stage:
             self._check_reach()
             self.reached = True
 
-    def loss(self, hidden: Tensor, labels: Any = None) -> Tensor:
+    def loss(self, hidden: Tensor) -> Tensor:
         """The loss of the micro batch that just ran, by the model's own code."""
         assert self.current is not None
         return self._finish(hidden, self.current, labels=self.current.batch.shift_labels).loss
@@ -225,12 +227,12 @@ class Stage:
             state.batch = state.agreed = None
 
     def _outer_arguments(
-        self, tokens: tuple[int, ...], arguments: dict[str, Any], mask: Tensor | None
+        self, given: Tensor, arguments: dict[str, Any], mask: Tensor | None
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What the decoder hands to each of its layers, for [B, s] `tokens`."""
+        """What the decoder hands to each of its layers, for token ids [B, s] or hidden states [B, s, D]."""
         decoder, embedding = self.model.get_submodule(self.parts.base), self.model.get_input_embeddings()
-        device, width = get_accelerator().current_device_name(), embedding.embedding_dim
-        x = torch.empty((), dtype=embedding.weight.dtype, device=device).expand(*tokens, width)  # type: ignore[arg-type]
+        device, dtype = get_accelerator().current_device_name(), (given if given.is_floating_point() else embedding.weight).dtype
+        x = torch.empty((), dtype=dtype, device=device).expand(*given.shape[:2], embedding.embedding_dim)
         seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
         layers: Any = self.model.get_submodule(self.parts.layers)
         stand_ins: dict[str, nn.Module] = {self.parts.layers: nn.ModuleList(_Recorder(m, seen) for m in layers)}
@@ -240,7 +242,7 @@ class Stage:
         with torch.no_grad(), _in_place(self.model, stand_ins):
             out = decoder(inputs_embeds=x, position_ids=positions, attention_mask=mask, use_cache=False)
         if len(seen) != len(layers) + bool(self.parts.norm) or any(
-            given is not x for given in (out.last_hidden_state, *(entry[0] for entry in seen))
+            arrived is not x for arrived in (out.last_hidden_state, *(entry[0] for entry in seen))
         ):
             raise ValueError(
                 f"{type(decoder).__name__} does more to the hidden states than to hand them from layer to layer, and a "
