@@ -269,7 +269,8 @@ def gather_slices(own: Tensor, cut_shapes: Sequence[tuple[int, ...]], mesh: Mesh
     return slices
 
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8,
+           torch.bool)  # fmt: skip
 
 
 def send_named(name: str, tensor: Tensor, to: int) -> None:

@@ -82,7 +82,8 @@ def load_config(config: dict[str, Any] | str | PathLike[str] | None = None, args
 def parse(config: dict[str, Any], world_size: int, stages: int = 1) -> TSPConfig:
     """The "tsp" section of a loaded DeepSpeed config, checked against the world and against DeepSpeed's own keys.
 
-    world = P x dp x `stages` of a pipeline. Raises: ValueError with the numbers and the fix; `docs/config.md` lists every message.
+    world = P x dp x `stages` of a pipeline.
+    Raises: ValueError with the numbers and the fix; `docs/config.md` lists every message.
     """
     _check_section_name(config, world_size)
     section = config[_SECTION]

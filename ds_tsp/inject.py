@@ -49,8 +49,11 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
 
 
 def fold_model(model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> list[type[nn.Module]]:
-    """All of `inject` but the outermost ``forward``. Parts on the meta device belong to other stages of a pipeline: they
-    are checked like the others, so that every rank finds the same faults, and left alone."""
+    """All of `inject` but the outermost ``forward``.
+
+    Parts on the meta device belong to other stages of a pipeline: they are checked like the others, so that every rank
+    finds the same faults, and left alone.
+    """
     plans = plan_model(model, config, mesh)
     if config.shard_vocab:
         _check_vocabulary(model, mesh)
@@ -154,7 +157,7 @@ def own_configs(root: nn.Module) -> None:
         if isinstance(config, PreTrainedConfig):
             if id(config) not in memo:
                 copy.deepcopy(config, memo)._attn_implementation = INTERFACE
-            module.config = memo[id(config)]  # type: ignore[assignment]
+            module.config = memo[id(config)]
 
 
 def _shard_parameter(parameter: nn.Parameter, cut: WeightCut, mesh: Mesh) -> None:

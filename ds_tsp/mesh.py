@@ -1,4 +1,4 @@
-"""The process mesh: one TSP axis of neighbouring ranks, one data-parallel axis across them, pipeline stages outermost."""
+"""The process mesh: TSP axes of neighbouring ranks, data-parallel axes across them, pipeline stages outermost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Mesh:
 
     With 8 ranks and size 4 the TSP groups are {0,1,2,3} {4,5,6,7} and the data-parallel groups {0,4} {1,5} {2,6} {3,7}.
     To DeepSpeed the TSP axis is the model-parallel axis: ZeRO partitions over `dp_group`, norms and overflow flags are
-    combined over both. In a pipeline both axes lie within a stage: with 8 ranks, size 2 and 2 stages, the first stage is
-    {0,1,2,3}, its TSP groups {0,1} {2,3}, its data-parallel groups {0,2} {1,3}; `pipe_ranks` are the ranks at the same
-    place of every stage, {0,4} and so on, and `replica_group` is all stages of one data-parallel rank, {0,1,4,5}.
+    combined over both. In a pipeline both axes lie within a stage: with 8 ranks, size 2 and 2 stages, the first stage
+    is {0,1,2,3}, its TSP groups {0,1} {2,3}, its data-parallel groups {0,2} {1,3}; `pipe_ranks` are the ranks at the
+    same place of every stage, {0,4} and so on, and `replica_group` is all stages of a data-parallel rank, {0,1,4,5}.
     """
 
     size: int

@@ -68,7 +68,7 @@ def _draw(batches: Iterator[Any] | None, mesh: Mesh, with_loss: bool) -> Drawn:
     except TypeError as error:
         return Drawn(_WRONG, problem=f"a pipeline reads its batches from an iterator: {error}")
     if not isinstance(given, dict):
-        return Drawn(_WRONG, problem=f"a pipeline of a Hugging Face model takes batches as dicts; got {type(given).__name__}")
+        return Drawn(_WRONG, problem=f"this pipeline takes batches as dicts; got {type(given).__name__}")
     arguments = {k: v for k, v in given.items() if k not in _IGNORED and v is not None}
     batch = recognise(arguments, mesh)
     problem, unknown = batch.problem, sorted(batch.arguments.keys() - _KNOWN)
@@ -180,5 +180,5 @@ def _stand_in(header: dict[str, int], extra: tuple[Tensor | None, Tensor | None]
     sequence = SequenceLayout(header["length"], mesh.size, mesh.layout)
     mask, positions = extra
     arguments = {"position_ids": _plain_positions(sequence, mesh) if positions is None else positions}
-    facts = torch.zeros(len(FACTS), dtype=torch.int64)
-    return ShardedBatch((mesh.size, mesh.rank, mesh.layout), sequence, arguments, None, mask, facts, rows=header["rows"])
+    place, facts = (mesh.size, mesh.rank, mesh.layout), torch.zeros(len(FACTS), dtype=torch.int64)
+    return ShardedBatch(place, sequence, arguments, None, mask, facts, rows=header["rows"])

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine for stages with a TSP axis inside: data by the whole batch, shapes that change, true norms.
+"""DeepSpeed's pipeline engine for stages with a TSP axis inside: whole batches, shapes that change, true norms.
 
 The class of one engine is swapped; DeepSpeed's own is left as it is.
 """
@@ -19,7 +19,7 @@ from .microbatches import MicroBatch, count_tokens, draw, exchange
 
 
 class TSPPipelineEngine(PipelineEngine):
-    """`PipelineEngine`, of a pipeline that `ds_tsp.pipeline` made, or of one that the user built (without `tsp_stage`)."""
+    """`PipelineEngine` of a module that `ds_tsp.pipeline` made, or of the user's own (which has no `tsp_stage`)."""
 
     tsp: Mesh
     tsp_to_load: Iterator[MicroBatch]
@@ -32,7 +32,7 @@ class TSPPipelineEngine(PipelineEngine):
         stage = getattr(self.module, "tsp_stage", None)
         if stage is not None:
             self._exchange(self.data_iterator, self.micro_batches, with_loss=True)
-            if stage.model.tsp_state.loss_average == "token":
+            if stage.state.loss_average == "token":
                 count_tokens(stage.left, self.tsp, self.device)
         return super().train_batch()
 
@@ -75,7 +75,7 @@ class TSPPipelineEngine(PipelineEngine):
         vocabulary = stage.model.get_input_embeddings().num_embeddings
         stage.left = exchange(draw(batches, count, self.tsp, with_loss), self.tsp, vocabulary, self.device)
         self.tsp_to_load = iter(list(stage.left))
-        # DeepSpeed keeps buffers of the shape it saw first, and asks the sender for shapes on every micro batch or never.
+        # DeepSpeed keeps buffers of the shape it saw first, and asks the sender for shapes every time or never.
         shapes = frozenset(micro.shape for micro in stage.left)
         if shapes != self.tsp_shapes:
             self.reset_activation_shape()
@@ -99,7 +99,7 @@ class TSPPipelineEngine(PipelineEngine):
         counted = [
             p.grad.detach().float().norm() ** 2
             for p in parameters
-            if (self.tsp.rank == 0 or getattr(p, "model_parallel", False)) and not getattr(p, "ds_pipe_replicated", False)
+            if not p.ds_pipe_replicated and (self.tsp.rank == 0 or getattr(p, "model_parallel", False))
         ]
         total = torch.stack(counted).sum() if counted else torch.zeros((), device=self.device)
         dist.all_reduce(total, group=self.tsp.replica_group)

@@ -34,9 +34,9 @@ def pipeline(
     """A `PipelineModule` of `num_stages` stages made of `model`, to be given to `ds_tsp.initialize`.
 
     model: a Hugging Face causal language model, or its config, or the model on the meta device. With the latter two a
-    rank only ever makes the layers of its own stage, and initialises them by transformers' own rule from `base_seed` and
-    the place of the layer: the same on all data-parallel and TSP ranks and at any number of stages, but not bit for bit
-    what the whole model would draw. config: the DeepSpeed config with its ``"tsp"`` section; world = stages x dp x P,
+    rank only ever makes the layers of its own stage, and initialises them by transformers' own rule from `base_seed`
+    and the place of the layer: the same on all data-parallel and TSP ranks and at any number of stages, but not bit for
+    bit what the whole model would draw. config: the DeepSpeed config with its ``"tsp"`` section; world = stages x dp x P,
     with the P ranks of a TSP group next to each other. partition_method, activation_checkpoint_interval: DeepSpeed's.
     Layers, in order: embedding, decoder layers, norm, output layer, whose output is the loss.
     Raises ValueError before the first collective: sizes that do not fit, a model that cannot be cut into such layers.
@@ -115,7 +115,7 @@ class PipelinedModel(PipelineModule):
 
     def logits(self, hidden: Tensor | None = None) -> Tensor:
         """Logits of the micro batch that was evaluated last; collective over the last stage's TSP group."""
-        stage, state = self.tsp_stage, self.tsp_stage.model.tsp_state
+        stage, state = self.tsp_stage, self.tsp_stage.state
         assert stage.current is not None and stage.evaluated is not None
         local = stage.logits(stage.evaluated if hidden is None else hidden)
         return data.gather(local, stage.current.batch.sequence, state.mesh) if state.gather_logits else local
@@ -129,12 +129,11 @@ def inject_pipeline(module: PipelineModule, config: TSPConfig) -> Mesh:
     mesh = Mesh.of_grid(module.mpu(), config.layout)
     if mesh.size != config.size or mesh.ranks != tuple(range(mesh.ranks[0], mesh.ranks[0] + mesh.size)):
         raise ValueError(
-            f"tsp.size={config.size}, but the pipeline's TSP group is {list(mesh.ranks)}; build the PipelineModule with "
-            f"topology=PipeModelDataParallelTopology(num_pp={mesh.stages}, num_mp={config.size}, num_dp=...)"
+            f"tsp.size={config.size}, but the pipeline's TSP group is {list(mesh.ranks)}; build the PipelineModule "
+            f"with topology=PipeModelDataParallelTopology(num_pp={mesh.stages}, num_mp={config.size}, num_dp=...)"
         )
     if isinstance(module, PipelinedModel):
         fold_model(module.tsp_stage.model, config, mesh)
-        module.to(get_accelerator().current_device_name())
         return mesh
     found = _find_blocks(module, config)
     if mesh.size > 1 and not found:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -62,10 +62,10 @@ def find_parts(model: PreTrainedModel) -> Parts:
     taken = tuple(f"{name}." for name in (*known, layers, norm) if name)
     left = [name for name, _ in model.named_parameters(remove_duplicate=False) if not name.startswith(taken)]
     if left:
-        raise ValueError(f"a pipeline of {kind} would leave out {left[0]}: it takes embedding, layers, norm and head only")
+        raise ValueError(f"a pipeline of {kind} would leave out {left[0]}: it has embedding, layers, norm and head")
     tied = head.weight is model.get_input_embeddings().weight
     if tied and len(list(head.parameters())) > 1:
-        raise ValueError(f"the output layer of {kind} is tied to the embedding and has a bias, which a pipeline cannot tie")
+        raise ValueError(f"the output layer of {kind} is tied and has a bias, which a pipeline would leave out")
     return Parts(base, embedding, layers, count, norm, names[id(head)], tied)
 
 
@@ -188,12 +188,16 @@ class Stage:
                 "itself; give ds_tsp.pipeline the model with its weights"
             )
 
+    @property
+    def state(self) -> ModelState:
+        return cast(ModelState, self.model.tsp_state)
+
     # What follows runs micro batches.
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[MicroBatch]:
         """The next micro batch, while its forward runs on `x`, token ids or hidden states."""
-        state: ModelState = self.model.tsp_state  # type: ignore[assignment]
+        state = self.state
         self.current = micro = self.left.pop(0)
         state.batch, state.agreed = micro.batch, micro.agreed
         try:
@@ -217,7 +221,7 @@ class Stage:
         return self._finish(hidden, replace(self.current, batch=replace(self.current.batch, shift_labels=None))).logits
 
     def _finish(self, hidden: Tensor, micro: MicroBatch, **labels: Any) -> Any:
-        state: ModelState = self.model.tsp_state  # type: ignore[assignment]
+        state = self.state
         state.batch, state.agreed = micro.batch, micro.agreed
         items = {} if micro.items is None or not labels else {"num_items_in_batch": micro.items}
         try:
@@ -230,8 +234,9 @@ class Stage:
         self, given: Tensor, arguments: dict[str, Any], mask: Tensor | None
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """What the decoder hands to each of its layers, for token ids [B, s] or hidden states [B, s, D]."""
-        decoder, embedding = self.model.get_submodule(self.parts.base), self.model.get_input_embeddings()
-        device, dtype = get_accelerator().current_device_name(), (given if given.is_floating_point() else embedding.weight).dtype
+        decoder, embedding = self.model.get_submodule(self.parts.base), cast(Any, self.model.get_input_embeddings())
+        dtype = (given if given.is_floating_point() else embedding.weight).dtype
+        device = get_accelerator().current_device_name()
         x = torch.empty((), dtype=dtype, device=device).expand(*given.shape[:2], embedding.embedding_dim)
         seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
         layers: Any = self.model.get_submodule(self.parts.layers)
