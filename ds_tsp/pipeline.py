@@ -36,8 +36,8 @@ def pipeline(
     model: a Hugging Face causal language model, or its config, or the model on the meta device. With the latter two a
     rank only ever makes the layers of its own stage, and initialises them by transformers' own rule from `base_seed`
     and the place of the layer: the same on all data-parallel and TSP ranks and at any number of stages, but not bit for
-    bit what the whole model would draw. config: the DeepSpeed config with its ``"tsp"`` section; world = stages x dp x P,
-    with the P ranks of a TSP group next to each other. partition_method, activation_checkpoint_interval: DeepSpeed's.
+    bit what the whole model would draw. config: the DeepSpeed config with its ``"tsp"`` section; world = stages x dp x
+    P, with the P ranks of a TSP group next to each other. partition_method, activation_checkpoint_interval: DeepSpeed's.
     Layers, in order: embedding, decoder layers, norm, output layer, whose output is the loss.
     Raises ValueError before the first collective: sizes that do not fit, a model that cannot be cut into such layers.
     """
