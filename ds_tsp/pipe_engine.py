@@ -62,12 +62,15 @@ class TSPPipelineEngine(PipelineEngine):
         stage.with_loss = compute_loss
         try:
             result = super().eval_batch(*arguments)
+            loss, logits = result if return_logits else (result, None)
+            if compute_loss and isinstance(loss, Tensor):
+                loss = loss.reshape(())  # [1] on the stages that it is broadcast to
             if return_logits and compute_loss and self.is_last_stage():
                 with torch.no_grad():
-                    result = (result[0], self.module.logits())
+                    logits = self.module.logits()
         finally:
             stage.with_loss, stage.evaluated = True, None
-        return result
+        return (loss, logits) if return_logits else loss
 
     def _exchange(self, batches: Any, count: int, with_loss: bool) -> None:
         """Read the micro batches of this call, and make shapes, documents and positions known to all stages."""

@@ -195,8 +195,6 @@ def train(engine: Any, loader: Any, held_out: Windows, args: argparse.Namespace,
     gas, pipelined = engine.gradient_accumulation_steps(), isinstance(engine, PipelineEngine)
     plain = engine.optimizer is engine.basic_optimizer and not pipelined
     held: list[int] = []
-    if pipelined:  # train_batch does both backward and step, and gradients live between the two
-        engine.basic_optimizer.register_step_pre_hook(lambda *_: held.__setitem__(slice(None), held_bytes(engine)))
     tokens, start = 0, time.perf_counter()
     batches, shown = endless(loader, engine.device, args.seed), dist.get_rank() == 0 and sys.stderr.isatty()
     for step in tqdm(range(1, args.steps + 1), unit="step", disable=not shown):
@@ -227,7 +225,8 @@ def train(engine: Any, loader: Any, held_out: Windows, args: argparse.Namespace,
             say(f"step {step:>5}  validation loss {nats:.4f} nats/byte, {nats / math.log(2):.4f} bits/byte")
             record(engine, eval_loss=nats)
             start += time.perf_counter() - before
-    return [max(pair) for pair in zip(held, held_bytes(engine), strict=True)]  # the first step makes the moments
+    last = held_bytes(engine)  # the first step makes the moments
+    return [max(pair) for pair in zip(held or last, last, strict=True)]
 
 
 def record(engine: Any, **values: float) -> None:
@@ -242,6 +241,8 @@ def held_bytes(engine: Any) -> list[int]:
     gradients = [p.grad for p in parameters if p.grad is not None]
     gradients += [g for group in getattr(zero, "averaged_gradients", {}).values() for g in group or []]
     gradients += getattr(zero, "fp32_groups_gradients_flat", [])  # of bf16 with fp32 accumulation
+    if isinstance(engine, PipelineEngine):  # its train_batch has freed them again
+        gradients = [p for p in parameters if p.requires_grad]
     basic, own = engine.basic_optimizer, {id(p) for p in parameters}
     state = [p for group in basic.param_groups for p in group["params"] if id(p) not in own]  # master weights
     state += [value for entry in basic.state.values() for value in entry.values() if isinstance(value, Tensor)]
