@@ -90,6 +90,22 @@ def find_blocks(model: PreTrainedModel, own: Mapping[str, str] | None) -> dict[s
     return blocks
 
 
+def find_blocks_inside(root: nn.Module, own: Mapping[str, str] | None) -> dict[str, dict[str, str]]:
+    """Blocks of Hugging Face decoder layers anywhere inside of a module: block name -> {name of a child: style}.
+
+    Each block's config tells its family's plan; of its keys what follows the number of the layer is matched.
+    """
+    blocks: dict[str, dict[str, str]] = {}
+    for name, block in root.named_modules():
+        plan = own or getattr(getattr(block, "config", None), "base_model_tp_plan", None) or {}
+        for key, style in plan.items():
+            owner, _, child = key.rpartition(".")
+            inner = re.sub(r"^.*\*\.?", "", owner)  # "self_attn" of "layers.*.self_attn"
+            if inner and f".{name}".endswith(f".{inner}") and hasattr(block, child):
+                blocks.setdefault(name, {})[child] = style
+    return {name: styles for name, styles in blocks.items() if set(styles.values()) - set(_WHOLE_STYLES)}
+
+
 def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSPConfig, mesh: Mesh) -> FoldPlan:
     linears = _linear_layers(block, styles)
     last = next(child for child in linears if styles[child] == "rowwise")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from os import PathLike
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import data
-from .blocks import plan_blocks
+from .blocks import find_blocks_inside, plan_blocks
 from .config import TSPConfig, load_config, parse, pipeline_settings
 from .inject import add_cores, check_model, equalise, fold_blocks, fold_model, own_configs
 from .mesh import Mesh
@@ -37,8 +36,8 @@ def pipeline(
     rank only ever makes the layers of its own stage, and initialises them by transformers' own rule from `base_seed`
     and the place of the layer: the same on all data-parallel and TSP ranks and at any number of stages, but not bit for
     bit what the whole model would draw. config: the DeepSpeed config with its ``"tsp"`` section; world = stages x dp x
-    P, with the P ranks of a TSP group next to each other. partition_method, activation_checkpoint_interval: DeepSpeed's.
-    Layers, in order: embedding, decoder layers, norm, output layer, whose output is the loss.
+    P, with the P ranks of a TSP group next to each other. partition_method, activation_checkpoint_interval: as
+    DeepSpeed's. Layers, in order: embedding, decoder layers, norm, output layer, whose output is the loss.
     Raises ValueError before the first collective: sizes that do not fit, a model that cannot be cut into such layers.
     """
     settings = load_config(config)
@@ -135,7 +134,7 @@ def inject_pipeline(module: PipelineModule, config: TSPConfig) -> Mesh:
     if isinstance(module, PipelinedModel):
         fold_model(module.tsp_stage.model, config, mesh)
         return mesh
-    found = _find_blocks(module, config)
+    found = find_blocks_inside(module, config.plan)
     if mesh.size > 1 and not found:
         raise ValueError(
             f"stage {mesh.stage} of this {type(module).__name__} has no layer that TSP can fold (an attention or MLP "
@@ -147,16 +146,3 @@ def inject_pipeline(module: PipelineModule, config: TSPConfig) -> Mesh:
     fold_blocks(module, plans, mesh)
     add_cores(module, config, mesh)
     return mesh
-
-
-def _find_blocks(module: nn.Module, config: TSPConfig) -> dict[str, dict[str, str]]:
-    """Blocks of Hugging Face decoder layers anywhere inside: block name -> {name of a child: style}."""
-    blocks: dict[str, dict[str, str]] = {}
-    for name, block in module.named_modules():
-        plan = config.plan or getattr(getattr(block, "config", None), "base_model_tp_plan", None) or {}
-        for key, style in plan.items():
-            owner, _, child = key.rpartition(".")
-            inner = re.sub(r"^.*\*\.?", "", owner)  # what is left of layers.*.self_attn
-            if inner and f".{name}".endswith(f".{inner}") and hasattr(block, child):
-                blocks.setdefault(name, {})[child] = style
-    return blocks

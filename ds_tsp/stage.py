@@ -153,6 +153,7 @@ class Stage:
         for name in sorted(owners):  # rotary embeddings and the like: every stage has its own
             stage._fill(name)
             whole.get_submodule(name).to(device)
+        whole.train()  # also what the outer code drops in training
         stage._outer_arguments(torch.zeros(1, 2, dtype=torch.int64), {"position_ids": torch.arange(2)[None]}, None)
         return stage
 
@@ -250,8 +251,8 @@ class Stage:
             arrived is not x for arrived in (out.last_hidden_state, *(entry[0] for entry in seen))
         ):
             raise ValueError(
-                f"{type(decoder).__name__} does more to the hidden states than to hand them from layer to layer, and a "
-                "pipeline's stages would each do it again; pipelines cannot run this model"
+                f"{type(decoder).__name__} does more to the hidden states than to hand them from layer to layer "
+                "(scales, drops or normalises them), and each stage would do it again; a pipeline cannot run this model"
             )
         return [(more, keywords) for _, more, keywords in seen[: len(layers)]]
 
