@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import data
 from .blocks import find_blocks_inside, plan_blocks
+from .comm import all_reduce
 from .config import TSPConfig, load_config, parse, pipeline_settings
 from .inject import add_cores, check_model, equalise, fold_blocks, fold_model, own_configs
 from .mesh import Mesh
@@ -123,7 +124,8 @@ class PipelinedModel(PipelineModule):
 def inject_pipeline(module: PipelineModule, config: TSPConfig) -> Mesh:
     """Fold this rank's layers, in place; returns the mesh within the stage.
 
-    Raises ValueError, before any collective, if the module's grid is not one of TSP groups, or has nothing to fold.
+    Communication, for a module of the user's own: one all-reduce of a number over the replica, and as in `inject`.
+    Raises ValueError if the module's grid is not one of TSP groups, or if no stage has a block to fold.
     """
     mesh = Mesh.of_grid(module.mpu(), config.layout)
     if mesh.size != config.size or mesh.ranks != tuple(range(mesh.ranks[0], mesh.ranks[0] + mesh.size)):
@@ -135,10 +137,11 @@ def inject_pipeline(module: PipelineModule, config: TSPConfig) -> Mesh:
         fold_model(module.tsp_stage.model, config, mesh)
         return mesh
     found = find_blocks_inside(module, config.plan)
-    if mesh.size > 1 and not found:
+    blocks = torch.tensor(len(found), device=get_accelerator().current_device_name())
+    if mesh.size > 1 and not all_reduce(blocks, mesh.replica_group, mesh.size * mesh.stages):
         raise ValueError(
-            f"stage {mesh.stage} of this {type(module).__name__} has no layer that TSP can fold (an attention or MLP "
-            "with a base_model_tp_plan in its config), and its tokens would not meet; use tsp.size=1"
+            f"no layer of this {type(module).__name__} can be folded (a Hugging Face attention or MLP with a "
+            "base_model_tp_plan in its config), so its tokens would never meet; use tsp.size=1, or give tsp.plan"
         )
     plans = plan_blocks(module, found, config, mesh)
     equalise(module, mesh)

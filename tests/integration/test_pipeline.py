@@ -369,6 +369,11 @@ def own_module_job() -> dict[str, float]:
         errors["loss"] = max(errors["loss"], abs(loss.item() - expected.item()))
         errors[f"norm {step}"] = (engine.get_global_grad_norm() - norm).abs().item()
     assert sum(type(m).__name__.startswith("Folded") for m in module.modules()) == 2
+    for more, message in (({"topology": topology}, "no layer of this PipelineModule can be folded"),
+                          ({"num_stages": 2}, "tsp.size=2, but the pipeline's TSP group is")):  # fmt: skip
+        linear = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=nn.functional.mse_loss, **more)
+        with pytest.raises(ValueError, match=message):
+            ds_tsp.initialize(model=linear, config=config, model_parameters=linear.parameters())
     return errors
 
 
