@@ -13,16 +13,16 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from . import data
+from .data import ShardedBatch, global_sum
 from .mesh import Mesh
-from .microbatches import MicroBatch, count_tokens, draw, exchange
+from .microbatches import count_tokens, draw, exchange
 
 
 class TSPPipelineEngine(PipelineEngine):
     """`PipelineEngine` of a module that `ds_tsp.pipeline` made, or of the user's own (which has no `tsp_stage`)."""
 
     tsp: Mesh
-    tsp_to_load: Iterator[MicroBatch]
+    tsp_to_load: Iterator[ShardedBatch]
     tsp_shapes: frozenset[tuple[int, int]] = frozenset()
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
@@ -77,7 +77,7 @@ class TSPPipelineEngine(PipelineEngine):
         stage = self.module.tsp_stage
         vocabulary = stage.model.get_input_embeddings().num_embeddings
         stage.left = exchange(draw(batches, count, self.tsp, with_loss), self.tsp, vocabulary, self.device)
-        self.tsp_to_load = iter(list(stage.left))
+        self.tsp_to_load = iter([micro.batch for micro in stage.left])  # not what the stage adds to a micro batch
         # DeepSpeed keeps buffers of the shape it saw first, and asks the sender for shapes every time or never.
         shapes = frozenset(micro.shape for micro in stage.left)
         if shapes != self.tsp_shapes:
@@ -87,7 +87,7 @@ class TSPPipelineEngine(PipelineEngine):
     def _next_batch(self) -> Any:
         if not hasattr(self.module, "tsp_stage"):
             return super()._next_batch()
-        batch = next(self.tsp_to_load).batch
+        batch = next(self.tsp_to_load)
         return batch.arguments["input_ids"], batch.shift_labels
 
     def clip_fp32_gradients(self) -> None:
@@ -120,4 +120,4 @@ def adopt(engine: Any, mesh: Mesh) -> None:
     if not hasattr(engine.module, "tsp_stage"):
         engine.dynamic_shape, share = True, engine.module.loss_fn
         if share is not None and mesh.size > 1:
-            engine.module.loss_fn = lambda outputs, labels: data.global_sum(share(outputs, labels), mesh)
+            engine.module.loss_fn = lambda outputs, labels: global_sum(share(outputs, labels), mesh)

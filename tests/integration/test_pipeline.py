@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import ds_tsp
 from ds_tsp.layout import SequenceLayout
 from ds_tsp.meter import LiveBytes
+from tests.dist.test_families import FAMILIES
 from tests.harness import run_ranks
 from tests.integration.test_training import STEPS, adamw, ds_config, micro_batch, train_reference
 from tests.models import tiny, tokens
@@ -156,7 +158,10 @@ def test_other_lengths_and_rows_between_calls(family: str, size: int, stages: in
 
 def sent_job() -> list[int]:
     """Bytes that each rank sends to other stages in one step, the second of two alike; and DeepSpeed's two switches."""
-    engine = pipeline_engine(tiny("llama"), ds_config(2, 1, 0.0, 3))
+    with mock.patch("ds_tsp.engine.log_dist") as log:
+        engine = pipeline_engine(tiny("llama"), ds_config(2, 1, 0.0, 3))
+    assert isinstance(engine, PipelineEngine) and log.call_count == 1
+    assert log.call_args.args[0].startswith("pipeline.pipe_partitioned and pipeline.grad_partitioned switched off")
     sent: list[int] = []
     send = p2p.send
 
@@ -286,11 +291,11 @@ def test_logits_and_the_mean_over_tokens(stages: int, size: int, gather: bool) -
         assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
 
 
-def families_job(families: list[str]) -> dict[str, float]:
+def families_job(families: dict[str, Any]) -> dict[str, float]:
     errors = {}
-    for family in families:
-        engine = pipeline_engine(tiny(family), ds_config(4, 1, 0.0))
-        reference, batch = tiny(family).train(), batch_of(2, 27, 3)
+    for family, sizes in families.items():
+        engine = pipeline_engine(tiny(family, **sizes), ds_config(4, 1, 0.0))
+        reference, batch = tiny(family, **sizes).train(), batch_of(2, 27, 3)
         optimizer, out = adamw(reference), reference(**batch)
         out.loss.backward()
         optimizer.step()
@@ -304,7 +309,8 @@ def families_job(families: list[str]) -> dict[str, float]:
 
 def test_other_families() -> None:
     """Rotary embeddings by kind of layer, parallel blocks, other names of parts, biases, a logit scale."""
-    for rank, errors in enumerate(run_ranks(WORLD, families_job, ["gemma3_text", "cohere2", "gpt_neox", "phi"])):
+    families = {family: FAMILIES[family] for family in ("gemma3_text", "cohere2", "gpt_neox", "phi")}
+    for rank, errors in enumerate(run_ranks(WORLD, families_job, families)):
         assert max(errors.values()) < 1e-5, (
             f"rank {rank}: {max(errors, key=errors.__getitem__)}, {max(errors.values())}"
         )
