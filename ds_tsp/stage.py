@@ -61,6 +61,7 @@ def find_parts(model: PreTrainedModel) -> Parts:
     norm = others[0] if len(others) == 1 else None
     taken = tuple(f"{name}." for name in (*known, layers, norm) if name)
     left = [name for name, _ in model.named_parameters(remove_duplicate=False) if not name.startswith(taken)]
+    left += [name for name, _ in model.named_buffers() if name.rpartition(".")[0] in ("", base)]
     if left:
         raise ValueError(f"a pipeline of {kind} would leave out {left[0]}: it has embedding, layers, norm and head")
     tied = head.weight is model.get_input_embeddings().weight
@@ -144,9 +145,11 @@ class Stage:
     @classmethod
     def of(cls, model: PreTrainedModel | PreTrainedConfig, seed: int) -> Stage:
         """Raises ValueError if the model's own code does more than hand hidden states from part to part."""
-        whole = outline(model)
-        has_weights = isinstance(model, PreTrainedModel) and not any(p.is_meta for p in model.parameters())
-        stage = cls(whole, find_parts(whole), model if has_weights else None, seed)  # type: ignore[arg-type]
+        whole, source = outline(model), model if isinstance(model, PreTrainedModel) else None
+        without = [n for n, p in source.named_parameters() if p.is_meta] if source is not None else []
+        if source is not None and without and len(without) < len(list(source.parameters())):
+            raise ValueError(f"{without[0]} is on the meta device and other weights are not; give all of them, or none")
+        stage = cls(whole, find_parts(whole), None if without else source, seed)
         inside = tuple(f"{name}." for name in (stage.parts.embedding, stage.parts.layers, stage.parts.head))
         device = get_accelerator().current_device_name()
         owners = {name.rpartition(".")[0] for name, _ in whole.named_buffers() if not name.startswith(inside)}

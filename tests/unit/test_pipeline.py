@@ -109,6 +109,17 @@ def test_a_part_that_nothing_initialises_is_refused() -> None:
         stage.build("model.layers.0")
 
 
+def test_what_a_pipeline_would_lose_is_refused() -> None:
+    model = tiny("llama")
+    model.model.register_buffer("scale", torch.ones(1))
+    with pytest.raises(ValueError, match="would leave out model.scale"):
+        Stage.of(model, seed=1)
+    model = tiny("llama")
+    model.model.norm.to("meta")
+    with pytest.raises(ValueError, match="model.norm.weight is on the meta device and other weights are not"):
+        Stage.of(model, seed=1)
+
+
 def test_blocks_are_found_in_layers_of_any_name() -> None:
     model = tiny("llama")
     mine = nn.ModuleDict({"3": nn.ModuleDict({"block": model.model.layers[0]}), "4": model.model.layers[1].mlp})
