@@ -94,6 +94,15 @@ class PipelinedModel(PipelineModule):
     def _count_layer_params(self) -> list[int]:
         return [spec.stage.parameters_of(spec.name) for spec in self._layer_specs]
 
+    def _partition_layers(self, method: str = "uniform") -> None:
+        super()._partition_layers(method)
+        empty = [i for i in range(self.num_stages) if self.parts[i] == self.parts[i + 1]]
+        if empty:
+            raise ValueError(
+                f"{len(self._layer_specs)} layers in {self.num_stages} stages by partition_method={method!r} leave "
+                f"stage(s) {empty} without any; use fewer stages, or another partition_method"
+            )
+
     def train(self, mode: bool = True) -> PipelinedModel:
         self.tsp_stage.model.train(mode)
         return super().train(mode)
@@ -111,13 +120,13 @@ class PipelinedModel(PipelineModule):
             stage.evaluated = x
         # Not DeepSpeed's loss_fn: what it runs is outside of the module, and engines that hook the module's outputs
         # (bf16 with fp32 accumulation) would clear the output layer's gradient.
-        return stage.loss(x) if stage.with_loss else self.logits(x)
+        return stage.loss(x) if stage.with_loss else self.logits()
 
-    def logits(self, hidden: Tensor | None = None) -> Tensor:
+    def logits(self) -> Tensor:
         """Logits of the micro batch that was evaluated last; collective over the last stage's TSP group."""
         stage, state = self.tsp_stage, self.tsp_stage.state
         assert stage.current is not None and stage.evaluated is not None
-        local = stage.logits(stage.evaluated if hidden is None else hidden)
+        local = stage.logits(stage.evaluated)
         return data.gather(local, stage.current.batch.sequence, state.mesh) if state.gather_logits else local
 
 

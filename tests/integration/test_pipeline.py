@@ -353,6 +353,8 @@ def share_of_mine(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def own_module_job() -> dict[str, float]:
+    with pytest.raises(ValueError, match=r"5 layers in 8 stages by partition_method='uniform' leave .* \[5, 6, 7\]"):
+        ds_tsp.pipeline(tiny("llama"), 8, ds_config(1, 0), "uniform")
     model, config = tiny("llama"), ds_config(2, 0, 0.5, 1)
     layers = [LayerSpec(FirstOfMine, model), *(LayerSpec(LayerOfMine, model, i) for i in range(2)),
               LayerSpec(LastOfMine, model)]  # fmt: skip
