@@ -5,7 +5,16 @@ from .data import shard_batch
 from .engine import initialize
 from .export import save_pretrained
 from .loader import ShardedLoader as shard_loader  # noqa: N813  used as a function
+from .pipeline import pipeline
 from .pretrained import from_pretrained
 
 __version__ = "0.1.0"
-__all__ = ["from_pretrained", "full_state_dict", "initialize", "save_pretrained", "shard_batch", "shard_loader"]
+__all__ = [
+    "from_pretrained",
+    "full_state_dict",
+    "initialize",
+    "pipeline",
+    "save_pretrained",
+    "shard_batch",
+    "shard_loader",
+]

@@ -31,9 +31,15 @@ class CannotFold(ValueError):
 
 def plan_model(model: PreTrainedModel, config: TSPConfig, wire: Wire, recompute: Recompute) -> dict[str, FoldPlan]:
     """Module name -> how it is folded. Raises ValueError naming the module that cannot be, and why."""
+    return plan_blocks(model, find_blocks(model, config.plan), config, wire, recompute)
+
+
+def plan_blocks(root: nn.Module, found: Mapping[str, dict[str, str]], config: TSPConfig, wire: Wire,
+                recompute: Recompute) -> dict[str, FoldPlan]:  # fmt: skip
+    """`plan_model` for the blocks of any module: name -> {name of a child: style}."""
     plans = {}
-    for name, styles in find_blocks(model, config.plan).items():
-        block = model.get_submodule(name)
+    for name, styles in found.items():
+        block = root.get_submodule(name)
         try:
             plans[name] = _plan_block(block, name, styles, config, wire, recompute)
         except CannotFold as why:
@@ -82,6 +88,22 @@ def find_blocks(model: PreTrainedModel, own: Mapping[str, str] | None) -> dict[s
         raise ValueError(f"no block of {type(model).__name__} matched the plan {dict(plan)}; name its linear layers in "
                          f"tsp.plan, {_EXAMPLE}")  # fmt: skip
     return blocks
+
+
+def find_blocks_inside(root: nn.Module, own: Mapping[str, str] | None) -> dict[str, dict[str, str]]:
+    """Blocks of Hugging Face decoder layers anywhere inside of a module: block name -> {name of a child: style}.
+
+    Each block's config tells its family's plan; of its keys what follows the number of the layer is matched.
+    """
+    blocks: dict[str, dict[str, str]] = {}
+    for name, block in root.named_modules():
+        plan = own or getattr(getattr(block, "config", None), "base_model_tp_plan", None) or {}
+        for key, style in plan.items():
+            owner, _, child = key.rpartition(".")
+            inner = re.sub(r"^.*\*\.?", "", owner)  # "self_attn" of "layers.*.self_attn"
+            if inner and f".{name}".endswith(f".{inner}") and hasattr(block, child):
+                blocks.setdefault(name, {})[child] = style
+    return {name: styles for name, styles in blocks.items() if set(styles.values()) - set(_WHOLE_STYLES)}
 
 
 def _plan_block(block: nn.Module, name: str, styles: dict[str, str], config: TSPConfig, wire: Wire,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from deepspeed import zero
-from torch import Tensor
+from torch import Tensor, nn
 
-from .comm import gather_slices
+from .comm import gather_slices, receive_named, send_named
 from .layout import WeightCut
 from .mesh import Mesh
 
@@ -21,18 +21,45 @@ def full_state_dict(engine: Any) -> dict[str, Tensor]:
     rank but rank 0 ever holds more than one whole slice. Names, shapes and ties are those of the unsharded model;
     dtypes are those of the engine's parameters (half precision under fp16 and bf16).
     """
-    return dict(iterate_full_tensors(engine))
+    found = dict(iterate_full_tensors(engine))
+    return {name: found[name] for name in _named_model(engine).state_dict(keep_vars=True) if name in found} | found
 
 
 def iterate_full_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """The items of `full_state_dict`, one by one."""
+    """The items of `full_state_dict`, one by one; of a pipeline stage by stage."""
     mesh: Mesh = engine.tsp
-    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    names = set()
+    for name, full in _own_tensors(engine):
+        if mesh.stage == 0:
+            names.add(name)
+            yield name, full
+        else:  # only the first rank of a stage gets here
+            send_named(name, full, mesh.pipe_ranks[0])
+    if mesh.stage and mesh.dp_rank == mesh.rank == 0:
+        send_named("", torch.empty(0), mesh.pipe_ranks[0])
+    elif mesh.stages > 1 and mesh.stage == mesh.dp_rank == mesh.rank == 0:
+        for source in mesh.pipe_ranks[1:]:
+            while (pair := receive_named(source))[0]:
+                if pair[0] not in names:  # a tied weight is on two stages
+                    yield pair
+
+
+def _named_model(engine: Any) -> nn.Module:
+    """The module whose names are those of the Hugging Face model."""
+    return engine.module.tsp_stage.model if hasattr(engine.module, "tsp_stage") else engine.module
+
+
+def _own_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of this stage, on its first rank; those on the meta device are other stages'."""
+    model = _named_model(engine)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     done: dict[int, Tensor | None] = {}
-    for name, entry in engine.module.state_dict(keep_vars=True).items():
+    for name, entry in model.state_dict(keep_vars=True).items():
         parameter = parameters.get(name, entry)
+        if parameter.is_meta:
+            continue
         if id(parameter) not in done:  # a tied weight is gathered once and keeps its tie
-            done[id(parameter)] = gather_tensor(parameter, mesh)
+            done[id(parameter)] = gather_tensor(parameter, engine.tsp)
         full = done[id(parameter)]
         if full is not None:
             yield name, full

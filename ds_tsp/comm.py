@@ -261,3 +261,31 @@ def gather_slices(own: Tensor, cut_shapes: Sequence[tuple[int, ...]], mesh: Mesh
         slices.append(own.new_empty(cut_shapes[rank]))
         dist.recv(slices[-1], mesh.ranks[rank], group=mesh.group)
     return slices
+
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8,
+           torch.bool)  # fmt: skip
+
+
+def send_named(name: str, tensor: Tensor, to: int) -> None:
+    """Send a tensor with its name, dtype and shape to the global rank `to`, which calls `receive_named`."""
+    device, text = get_accelerator().current_device_name(), list(name.encode())
+    head = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *text]
+    dist.send(torch.tensor([len(head)], device=device), to)
+    dist.send(torch.tensor(head, device=device), to)
+    if tensor.numel():
+        dist.send(tensor.to(device).contiguous(), to)
+
+
+def receive_named(source: int) -> tuple[str, Tensor]:
+    """What the global rank `source` sent by `send_named`, on the CPU."""
+    device = get_accelerator().current_device_name()
+    length = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(length, source)
+    numbers = length.new_empty(int(length))
+    dist.recv(numbers, source)
+    dtype, dims, *rest = numbers.tolist()
+    tensor = torch.empty(rest[:dims], dtype=_DTYPES[dtype], device=device)
+    if tensor.numel():
+        dist.recv(tensor, source)
+    return bytes(rest[dims:]).decode(), tensor.cpu()

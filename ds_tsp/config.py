@@ -29,6 +29,12 @@ _CONFLICTS = {  # other schemes that would divide the same ranks: path of the ke
     ("sequence_parallel_size",): "TSP already shards the sequence; remove sequence_parallel_size",
 }
 
+_PARTITIONED = (
+    ("pipeline", "pipe_partitioned"),
+    ("pipeline", "grad_partitioned"),
+    ("activation_checkpointing", "partition_activations"),
+)
+
 
 class TSPConfig(DeepSpeedConfigModel):
     """The "tsp" section, checked and frozen; `docs/config.md` describes each key."""
@@ -75,9 +81,10 @@ def load_config(config: dict[str, Any] | str | PathLike[str] | None = None, args
     return loaded
 
 
-def parse(config: dict[str, Any], world_size: int) -> TSPConfig:
+def parse(config: dict[str, Any], world_size: int, stages: int = 1) -> TSPConfig:
     """The "tsp" section of a loaded DeepSpeed config, checked against the world and against DeepSpeed's own keys.
 
+    world = P x dp x `stages` of a pipeline.
     Raises: ValueError with the numbers and the fix; `docs/config.md` lists every message.
     """
     _check_section_name(config, world_size)
@@ -88,12 +95,45 @@ def parse(config: dict[str, Any], world_size: int) -> TSPConfig:
         tsp = TSPConfig(**{str(key): value for key, value in section.items()})
     except ValidationError as error:
         raise ValueError("\n".join(_readable(item, world_size) for item in error.errors())) from None
-    if world_size % tsp.size:
+    if stages < 1 or world_size % stages:
         choice = _one_of(_divisors(world_size))
-        raise ValueError(f"tsp.size={tsp.size} does not divide world size {world_size}; use {choice}")
+        raise ValueError(f"{stages} pipeline stages do not divide world size {world_size}; use {choice}")
+    if world_size // stages % tsp.size:
+        within = f"the {world_size // stages} ranks of each of {stages} stages of " if stages > 1 else ""
+        choice = _one_of(_divisors(world_size // stages))
+        raise ValueError(f"tsp.size={tsp.size} does not divide {within}world size {world_size}; use {choice}")
     _check_conflicts(config, tsp.size)
-    _check_batch(config, tsp.size, world_size)
+    _check_batch(config, tsp.size, world_size, stages)
     return tsp
+
+
+def pipeline_settings(config: dict[str, Any], size: int) -> tuple[dict[str, Any], list[str]]:
+    """`config` for a pipeline engine, and the keys that had to be switched off for it.
+
+    DeepSpeed takes what crosses a stage boundary to be the same on all ranks of the model axis, and by default sends
+    1/P of it from each. With TSP each rank's activations are its own tokens'. Raises ValueError if the config insists.
+    """
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero or 0)  # true: DeepSpeed's old way to say 1
+    if stage not in (0, 1):
+        raise ValueError(
+            f"zero_optimization.stage={_show(stage)}: DeepSpeed's pipeline engine allows 0 and 1 only (ZeRO-2 and "
+            "ZeRO-3 are incompatible with pipeline parallelism: micro batches accumulate into whole gradients)"
+        )
+    if size == 1:
+        return config, []
+    off = []
+    for section, key in _PARTITIONED:
+        given = config.get(section) or {}
+        if given.get(key) is True:
+            raise ValueError(
+                f"{section}.{key}=true cannot be used with tsp.size={size}: it cuts activations as if all ranks of "
+                "the TSP axis held the same, and each holds those of its own tokens; set it to false"
+            )
+        if section == "pipeline":  # true unless said otherwise
+            off += [f"{section}.{key}"] if key not in given else []
+            config = {**config, section: {**given, key: False}}
+    return config, off
 
 
 def _read(name: str, source: Any) -> dict[str, Any]:
@@ -151,13 +191,13 @@ def _check_conflicts(config: dict[str, Any], size: int) -> None:
             raise ValueError(f"tsp.size={size} and {'.'.join(path)}={_show(value)} exclude each other: {fix}")
 
 
-def _check_batch(config: dict[str, Any], size: int, world_size: int) -> None:
+def _check_batch(config: dict[str, Any], size: int, world_size: int, stages: int = 1) -> None:
     """Accepts what DeepSpeedConfig._configure_train_batch_size accepts for dp ranks."""
     given = {key: config[key] for key in _BATCH_KEYS if config.get(key) is not None}
     if "auto" in given.values():  # the Hugging Face Trainer fills these in later
         return
-    dp = world_size // size
-    dp_text = f"dp={dp} (world size {world_size} / tsp.size {size})"
+    dp = world_size // size // stages
+    dp_text = f"dp={dp} (world size {world_size} / tsp.size {size}" + (f" / {stages} stages)" if stages > 1 else ")")
     for key, value in given.items():
         if not isinstance(value, (int, float)) or value <= 0:
             raise ValueError(f"{key}={_show(value)} must be a positive integer")

@@ -22,7 +22,7 @@ from .vocab import IGNORE_INDEX
 MARK = "tsp_batch"  # the key under which a batch that is cut already carries its ShardedBatch
 
 # What one look at the full batch tells; every rank of a group must find the same. Read by the host once.
-_FACTS = ("structure", "content", "ids_min", "ids_max", "labels_min", "labels_max", "valid", "pad_labels", "holes",
+FACTS = ("structure", "content", "ids_min", "ids_max", "labels_min", "labels_max", "valid", "pad_labels", "holes",
           "last_position")  # fmt: skip
 _DOCUMENT_KEYS = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -33,8 +33,8 @@ class ShardedBatch:
 
     place: (size, rank, layout) it was cut for. tokens: [B, s], or [B, s, D] embeddings. arguments: the other keyword
     arguments, per-token tensors cut to [B, s, ...]. shift_labels: the label each local token predicts, [B, s], or None.
-    mask: the encoded `documents`, or None. facts: int64 [len(_FACTS)], where the batch lies. problem: what is wrong
-    with the batch whatever its values.
+    mask: the encoded `documents`, or None. facts: int64 [len(FACTS)], where the batch lies. problem: what is wrong
+    with the batch whatever its values. rows: B.
     """
 
     place: tuple[int, int, str]
@@ -44,6 +44,7 @@ class ShardedBatch:
     mask: Tensor | None
     facts: Tensor
     problem: str = ""
+    rows: int = 0
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedBatch:
         """As Tensor.to, for code that moves every value of a batch."""
@@ -69,7 +70,7 @@ def cut(arguments: dict[str, Any], mesh: Mesh) -> ShardedBatch:
     arguments = {k: v for k, v in arguments.items() if v is not None}
     place, problem = (mesh.size, mesh.rank, mesh.layout), _structural_problem(arguments)
     if problem:
-        facts = torch.zeros(len(_FACTS), dtype=torch.int64)
+        facts = torch.zeros(len(FACTS), dtype=torch.int64)
         return ShardedBatch(place, SequenceLayout(1, mesh.size, mesh.layout), {}, None, None, facts, problem)
     tokens = _tokens(arguments)
     batch, length = tokens.shape[:2]
@@ -89,7 +90,7 @@ def cut(arguments: dict[str, Any], mesh: Mesh) -> ShardedBatch:
     if targets is not None:
         targets = targets[:, index].masked_fill(padding, IGNORE_INDEX)
         local["labels"] = targets  # asks the model for its loss; what is compared are the shifted labels
-    return ShardedBatch(place, sequence, local, targets, mask, facts)
+    return ShardedBatch(place, sequence, local, targets, mask, facts, rows=batch)
 
 
 def shard_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def recognise(arguments: dict[str, Any], mesh: Mesh) -> ShardedBatch:
 
 
 def agree(batch: ShardedBatch, mesh: Mesh, vocabulary: int, device: torch.device) -> Agreement:
-    """Compare the batch over the group. Communication: one all-gather of `len(_FACTS)` + 1 integers per rank.
+    """Compare the batch over the group. Communication: one all-gather of `len(FACTS)` + 1 integers per rank.
 
     Raises ValueError, on every rank of the group, for a batch that is not the same on all, or that is wrong.
     """
@@ -146,7 +147,12 @@ def agree(batch: ShardedBatch, mesh: Mesh, vocabulary: int, device: torch.device
             f"than its rank 0; this is rank {mesh.rank}, whose part is {shapes}. Deal batches by engine.tsp.dp_rank, "
             "not by the global rank"
         )
-    facts = dict(zip(_FACTS, rows[mesh.rank][1:], strict=True))
+    return agreement(rows[mesh.rank][1:], vocabulary)
+
+
+def agreement(row: list[int], vocabulary: int) -> Agreement:
+    """What follows from one rank's facts, once all are known to be the same. Raises ValueError if they are wrong."""
+    facts = dict(zip(FACTS, row, strict=True))
     _check_values(facts, vocabulary)
     return Agreement(facts["valid"], facts["last_position"])
 
@@ -233,10 +239,10 @@ def _targets(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def _facts(arguments: dict[str, Any], targets: Tensor | None) -> Tensor:
-    """The values of `_FACTS`, computed where the batch lies."""
+    """The values of `FACTS`, computed where the batch lies."""
     tokens, mask = _tokens(arguments), arguments.get("attention_mask")
     zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
-    facts = dict.fromkeys(_FACTS, zero)
+    facts = dict.fromkeys(FACTS, zero)
     facts["structure"] = zero + _structure(arguments)
     tensors = [v for _, v in sorted(arguments.items()) if isinstance(v, Tensor)]
     facts["content"] = torch.stack([_checksum(t).to(tokens.device) * (2 * i + 1) for i, t in enumerate(tensors)]).sum()
@@ -253,7 +259,7 @@ def _facts(arguments: dict[str, Any], targets: Tensor | None) -> Tensor:
         facts["holes"] = (rises.sum(1) + (mask[:, 0] != 0) > 1).sum()
     positions = arguments.get("position_ids")
     facts["last_position"] = zero + tokens.shape[1] - 1 if positions is None else positions.max()
-    return torch.stack([facts[name].to(torch.int64) for name in _FACTS])
+    return torch.stack([facts[name].to(torch.int64) for name in FACTS])
 
 
 def _check_values(facts: dict[str, int], vocabulary: int) -> None:

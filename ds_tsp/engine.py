@@ -11,13 +11,16 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.utils import set_z3_leaf_modules
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import log_dist, set_z3_leaf_modules
 
-from .config import load_config, parse
+from .config import load_config, parse, pipeline_settings
 from .grad_sync import sum_replicated_gradients
 from .inject import inject
 from .loader import TokenCountingLoader
 from .mesh import Mesh, init_distributed
+from .pipe_engine import adopt
+from .pipeline import inject_pipeline
 
 
 def initialize(
@@ -49,13 +52,19 @@ def initialize(
         raise ValueError("mpu and mesh_param cannot be given: ds_tsp makes the process groups; leave them out")
     settings = load_config(config if config is not None else config_params, args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    tsp = parse(settings, dist.get_world_size())
-    loaded = getattr(model, "tsp_loaded", None)  # by from_pretrained, over groups that it made
-    mesh = loaded.mesh if loaded else Mesh.create(tsp.size, tsp.layout)
-    folded = inject(model, tsp, mesh)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 0
+    tsp = parse(settings, dist.get_world_size(), stages or 1)
+    if stages:
+        settings, off = pipeline_settings(settings, tsp.size)
+        mesh, folded = inject_pipeline(model, tsp), []
+    else:
+        loaded = getattr(model, "tsp_loaded", None)  # by from_pretrained, over groups that it made
+        mesh = loaded.mesh if loaded else Mesh.create(tsp.size, tsp.layout)
+        folded = inject(model, tsp, mesh)
     sum_replicated_gradients([p for p in model.parameters() if not hasattr(p, "tsp_cut")], mesh)
     # The parameters of a folded block are swapped while a term runs: ZeRO-3 must fetch the block's as one.
-    set_z3_leaf_modules(model, folded)
+    if folded:
+        set_z3_leaf_modules(model, folded)
     result = deepspeed.initialize(
         args=_without_config(args),
         model=model,
@@ -64,15 +73,21 @@ def initialize(
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         distributed_port=distributed_port,
-        mpu=mesh,
+        mpu=None if stages else mesh,  # a pipeline's grid is its own
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=settings,
     )
     engine, optimizer, loader, lr_scheduler = result
     engine.tsp = mesh
+    if stages:
+        adopt(engine, mesh)
+        if off:
+            log_dist(f"{' and '.join(off)} switched off: each TSP rank sends its own tokens' activations", ranks=[0])
     if mesh.size > 1:
         engine.save_16bit_model = engine.save_fp16_model = _refuse_sliced_export
+    if stages:
+        return engine, optimizer, loader, lr_scheduler
     engine.module.tsp_state.accumulation = engine.gradient_accumulation_steps()
     if tsp.loss_average == "token" and loader is not None:
         loader = engine.training_dataloader = TokenCountingLoader(loader, mesh, engine.gradient_accumulation_steps())

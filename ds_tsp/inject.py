@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -74,18 +74,35 @@ def inject(model: nn.Module, config: TSPConfig, mesh: Mesh) -> list[type[nn.Modu
     return sorted({type(m) for m in model.modules() if isinstance(m, Folded)}, key=lambda c: c.__name__)
 
 
+def inject_stage(model: PreTrainedModel, config: TSPConfig, mesh: Mesh) -> Recompute:
+    """`inject` for one stage of a pipeline, but for the outermost ``forward``, which is the stage's.
+
+    Parts of `model` on the meta device belong to other stages: they are checked like the others, so that every rank
+    finds the same faults, and left alone.
+    """
+    plan = plan_fold(model, config, mesh)
+    hold_slices(model, plan.cuts, mesh, others_on_meta=True)
+    _fold_inside(model, plan, config)
+    return plan.recompute
+
+
+def inject_blocks(root: nn.Module, blocks: dict[str, FoldPlan], config: TSPConfig, wire: Wire) -> None:
+    """`inject` for the planned blocks of any module, and nothing else in it."""
+    cuts = _cuts(root, blocks)
+    hold_slices(root, cuts, wire.mesh)
+    _mark(root, cuts)
+    _own_configs(root)
+    _swap_blocks(root, blocks)
+    _add_cores(root, config, wire)
+
+
 def plan_fold(model: nn.Module, config: TSPConfig, mesh: Mesh) -> ModelPlan:
     """How `model` is folded; looks at shapes only and changes nothing. Raises ValueError if it cannot be."""
-    _check_model(model)
+    check_model(model)
     assert isinstance(model, PreTrainedModel)
     wire, recompute = Wire(mesh, config.overlap), Recompute(config.recompute)
     blocks = plan_model(model, config, wire, recompute)
-    names = {module: name for name, module in model.named_modules()}
-    cuts = {
-        f"{names[owner]}.{leaf}": cut
-        for block in blocks.values()
-        for cut, (owner, leaf) in zip(block.transport.cut.weights, block.sharded, strict=True)
-    }
+    names, cuts = {module: name for name, module in model.named_modules()}, _cuts(model, blocks)
     if config.shard_vocab:
         _check_vocabulary(model, mesh)
         for module in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
@@ -95,43 +112,74 @@ def plan_fold(model: nn.Module, config: TSPConfig, mesh: Mesh) -> ModelPlan:
     return ModelPlan(blocks, cuts, wire, recompute)
 
 
+def _cuts(root: nn.Module, blocks: dict[str, FoldPlan]) -> dict[str, WeightCut]:
+    """Of the parameters of all blocks, by name."""
+    names = {module: name for name, module in root.named_modules()}
+    return {
+        f"{names[owner]}.{leaf}": cut
+        for block in blocks.values()
+        for cut, (owner, leaf) in zip(block.transport.cut.weights, block.sharded, strict=True)
+    }
+
+
 def fold(model: PreTrainedModel, plan: ModelPlan, config: TSPConfig) -> None:
     """Swap classes, now that the parameters hold this rank's slices."""
-    for name, cut in plan.cuts.items():
-        marked: Any = model.get_parameter(name)
-        marked.tsp_cut = cut
-        # DeepSpeed counts the norm of a parameter on every rank of the axis if it is marked as sharded, else once.
-        marked.model_parallel = marked.tensor_model_parallel = True
-    _own_config(model)
-    if INTERFACE not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(INTERFACE, attention_interface)
-    folded: Any = model
-    folded.tsp_state = ModelState.of(model, config, plan.wire, plan.recompute)
-    for name, block_plan in plan.blocks.items():
-        block: Any = model.get_submodule(name)
-        kind: Any = type(block)
-        block.__class__ = fold_class(kind)
-        block.tsp_fold, block.tsp_core = block_plan, block_plan.core
-        for owner, _ in block_plan.sharded:
-            if isinstance(owner, Conv1D):
-                owner.__class__ = FoldedConv1D
-        _lie_together([getattr(owner, leaf) for owner, leaf in block_plan.sharded], plan.wire.mesh)
-    for name, module in model.named_modules():
-        if not hasattr(module, "tsp_core") and (hasattr(module, "is_causal") or "Attention" in type(module).__name__):
-            module.tsp_core = AttentionCore(plan.wire, config.kernel, name, config.schedule)
-    if config.shard_vocab:
-        _shard_vocabulary(folded, plan.wire)
-    _follow_longest_position(folded)
-    folded.loss_function = loss_function(model)
-    kind = type(model)
-    folded.__class__ = model_class(kind)
+    _fold_inside(model, plan, config)
+    kind: Any = type(model)
+    model.__class__ = model_class(kind)
     for module in model.modules():  # gradient checkpointing that was switched on before
         if hasattr(module, "_gradient_checkpointing_func"):
             around: Any = plan.recompute.around(module._gradient_checkpointing_func)  # type: ignore[arg-type]
             module._gradient_checkpointing_func = around
 
 
-def _check_model(model: nn.Module) -> None:
+def _fold_inside(model: PreTrainedModel, plan: ModelPlan, config: TSPConfig) -> None:
+    """All of `fold` but the outermost class."""
+    _mark(model, plan.cuts)
+    _own_configs(model)
+    folded: Any = model
+    folded.tsp_state = ModelState.of(model, config, plan.wire, plan.recompute)
+    _swap_blocks(model, plan.blocks)
+    _add_cores(model, config, plan.wire)
+    if config.shard_vocab:
+        _shard_vocabulary(folded, plan.wire)
+    _follow_longest_position(folded)
+    folded.loss_function = loss_function(model)
+
+
+def _mark(root: nn.Module, cuts: dict[str, WeightCut]) -> None:
+    for name, cut in cuts.items():
+        marked: Any = root.get_parameter(name)
+        marked.tsp_cut = cut
+        # DeepSpeed counts the norm of a parameter on every rank of the axis if it is marked as sharded, else once.
+        marked.model_parallel = marked.tensor_model_parallel = True
+
+
+def _swap_blocks(root: nn.Module, blocks: dict[str, FoldPlan]) -> None:
+    for name, plan in blocks.items():
+        block: Any = root.get_submodule(name)
+        if plan.rowwise.weight.is_meta:  # another stage's
+            continue
+        kind: Any = type(block)
+        block.__class__ = fold_class(kind)
+        block.tsp_fold, block.tsp_core = plan, plan.core
+        for owner, _ in plan.sharded:
+            if isinstance(owner, Conv1D):
+                owner.__class__ = FoldedConv1D
+        _lie_together([getattr(owner, leaf) for owner, leaf in plan.sharded], plan.transport.mesh)
+
+
+def _add_cores(root: nn.Module, config: TSPConfig, wire: Wire) -> None:
+    """Attention that is not folded attends across the axis too; transformers reaches it by its attention interface."""
+    if INTERFACE not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(INTERFACE, attention_interface)
+    for name, module in root.named_modules():
+        if not hasattr(module, "tsp_core") and (hasattr(module, "is_causal") or "Attention" in type(module).__name__):
+            module.tsp_core = AttentionCore(wire, config.kernel, name, config.schedule)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError for what is no model to fold, whatever its blocks."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"TSP folds Hugging Face models (PreTrainedModel); got {type(model).__name__}")
     if hasattr(model, "tsp_state"):
@@ -171,14 +219,14 @@ def _check_vocabulary(model: PreTrainedModel, mesh: Mesh) -> None:
         )
 
 
-def _own_config(model: PreTrainedModel) -> None:
-    """Give the model its own copy of its config: another model may share it, and keeps its own attention."""
+def _own_configs(root: nn.Module) -> None:
+    """Give the modules their own copies of their configs: another model may share them, and keeps its own attention."""
     memo: dict[int, Any] = {}
-    own = copy.deepcopy(model.config, memo)
-    own._attn_implementation = INTERFACE
-    for module in model.modules():
+    for module in root.modules():  # from the outside in: a copy of a config copies the configs inside it
         config = module.__dict__.get("config")
-        if id(config) in memo:
+        if isinstance(config, PreTrainedConfig):
+            if id(config) not in memo:
+                copy.deepcopy(config, memo)._attn_implementation = INTERFACE
             module.config = memo[id(config)]
 
 
@@ -194,7 +242,7 @@ def _shard_vocabulary(model: Any, wire: Wire) -> None:
     kind: Any = type(embedding)
     embedding.__class__ = vocab.sharded_class(kind, ShardedEmbedding)
     embedding.tsp_mesh = wire.mesh
-    if head is not None:
+    if head is not None and not head.weight.is_meta:  # another stage's
         head.tsp_ring = vocab.head_ring(head, wire)
         head.tsp_state = model.tsp_state
         kind = type(head)

@@ -34,7 +34,7 @@ def whole_shapes(model: nn.Module) -> Iterator[None]:
             module._parameters[leaf] = parameter
 
 
-def hold_slices(model: PreTrainedModel, cuts: Cuts, mesh: Mesh) -> None:
+def hold_slices(model: nn.Module, cuts: Cuts, mesh: Mesh, others_on_meta: bool = False) -> None:
     """Let each parameter hold this rank's slice, or the whole where `cuts` has no cut; the parameters stay the same
     objects.
 
@@ -42,11 +42,14 @@ def hold_slices(model: PreTrainedModel, cuts: Cuts, mesh: Mesh) -> None:
     ranks from one seed of the world's first rank: every rank draws its own slices only, so they are distributed as
     those of the whole model and are not the same numbers. Memory: one whole parameter beside what the model has.
     Communication: a broadcast of each parameter; from ``zero.Init`` an all-gather of each instead.
+    others_on_meta: what is there belongs to other stages of a pipeline, and stays as it is.
     Raises ValueError if a part of the model only is on the meta device, or stays without values.
     """
-    if any(p.is_meta for p in model.parameters()):
+    if not others_on_meta and isinstance(model, PreTrainedModel) and any(p.is_meta for p in model.parameters()):
         _initialise(model, cuts, mesh)
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
         cut = cuts.get(name)
         if hasattr(parameter, "ds_id"):
             _unpartition(parameter, cut, mesh)
@@ -56,7 +59,8 @@ def hold_slices(model: PreTrainedModel, cuts: Cuts, mesh: Mesh) -> None:
             broadcast_from_first(parameter.data, mesh)
             parameter.data, parameter.grad = cut.take(parameter.data, mesh.rank), None
     for buffer in model.buffers():
-        broadcast_from_first(buffer.data, mesh)
+        if not buffer.is_meta:
+            broadcast_from_first(buffer.data, mesh)
 
 
 def _unpartition(parameter: nn.Parameter, cut: WeightCut | None, mesh: Mesh) -> None:

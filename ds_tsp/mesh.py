@@ -1,4 +1,4 @@
-"""The process mesh: one TSP axis of neighbouring ranks, one data-parallel axis across them."""
+"""The process mesh: TSP axes of neighbouring ranks, data-parallel axes across them, pipeline stages outermost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Mesh:
 
     With 8 ranks and size 4 the TSP groups are {0,1,2,3} {4,5,6,7} and the data-parallel groups {0,4} {1,5} {2,6} {3,7}.
     To DeepSpeed the TSP axis is the model-parallel axis: ZeRO partitions over `dp_group`, norms and overflow flags are
-    combined over both.
+    combined over both. In a pipeline both axes lie within a stage: with 8 ranks, size 2 and 2 stages, the first stage
+    is {0,1,2,3}, its TSP groups {0,1} {2,3}, its data-parallel groups {0,2} {1,3}; `pipe_ranks` are the ranks at the
+    same place of every stage, {0,4} and so on, and `replica_group` is all stages of a data-parallel rank, {0,1,4,5}.
     """
 
     size: int
@@ -35,6 +37,11 @@ class Mesh:
     dp_group: Any
     dp_ranks: tuple[int, ...]
     layout: str = "zigzag"  # how a sequence is dealt to the axis: layout.SequenceLayout.kind
+    stages: int = 1
+    stage: int = 0
+    pipe_group: Any = None
+    pipe_ranks: tuple[int, ...] = ()
+    replica_group: Any = None
 
     @classmethod
     def create(cls, size: int, layout: str = "zigzag") -> Mesh:
@@ -62,6 +69,26 @@ class Mesh:
             dp_group=groups[dp],
             dp_ranks=dp,
             layout=layout,
+        )
+
+    @classmethod
+    def of_grid(cls, grid: Any, layout: str = "zigzag") -> Mesh:
+        """The mesh within one stage of a pipeline: the groups that DeepSpeed's `PipelineParallelGrid` made."""
+        return cls(
+            size=grid.get_slice_parallel_world_size(),
+            rank=grid.get_slice_parallel_rank(),
+            group=grid.get_slice_parallel_group(),
+            ranks=tuple(grid.slice_group),
+            dp_size=grid.get_data_parallel_world_size(),
+            dp_rank=grid.get_data_parallel_rank(),
+            dp_group=grid.get_data_parallel_group(),
+            dp_ranks=tuple(grid.dp_group),
+            layout=layout,
+            stages=grid.get_pipe_parallel_world_size(),
+            stage=grid.get_stage_id(),
+            pipe_group=grid.get_pipe_parallel_group(),
+            pipe_ranks=tuple(grid.pp_group),
+            replica_group=grid.get_model_parallel_group(),
         )
 
     # The names by which DeepSpeed asks a model-parallel unit.

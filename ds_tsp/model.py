@@ -149,12 +149,10 @@ def _forward(model: Any, original: Callable[..., Any], arguments: dict[str, Any]
     arguments.pop("use_cache", None)
     batch = data.recognise(arguments, state.mesh)
     agreed = data.agree(batch, state.mesh, model.get_input_embeddings().num_embeddings, model.device)
-    mask = batch.mask
-    if mask is None and state.bidirectional and batch.sequence.padded > batch.sequence.length:
-        mask = documents.whole(batch.sequence.padded, batch.sequence.length)
+    mask = attention_mask(batch, state)
     state.batch, state.agreed, state.loss_taken = batch, agreed, False
     try:
-        with _own_dropout(state, model):
+        with own_dropout(state, model):
             out = original(model, **batch.arguments, attention_mask=mask, use_cache=False, return_dict=True)
     finally:
         state.batch = state.agreed = None
@@ -165,6 +163,13 @@ def _forward(model: Any, original: Callable[..., Any], arguments: dict[str, Any]
         raise ValueError(f"{type(model).__name__} does not compute its loss by loss_function; call it without labels")
     _finish_outputs(out, state, batch, keep)
     return out.to_tuple() if return_dict is False else out
+
+
+def attention_mask(batch: ShardedBatch, state: ModelState) -> Tensor | None:
+    """What takes the place of the model's attention mask."""
+    if batch.mask is None and state.bidirectional and batch.sequence.padded > batch.sequence.length:
+        return documents.whole(batch.sequence.padded, batch.sequence.length)
+    return batch.mask
 
 
 def _check_reach(model: Any) -> None:
@@ -197,7 +202,7 @@ def _finish_outputs(out: Any, state: ModelState, batch: ShardedBatch, keep: int 
 
 
 @contextmanager
-def _own_dropout(state: ModelState, model: nn.Module) -> Iterator[None]:
+def own_dropout(state: ModelState, model: nn.Module) -> Iterator[None]:
     """Let each rank of the axis drop other activations, though all were seeded alike; the caller's generator moves by
     one draw. Checkpointing keeps the state it finds in here, so a recompute drops the same ones.
     """

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import transformers
 from deepspeed import comm as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor
 from tqdm import tqdm
@@ -53,6 +54,7 @@ def arguments() -> argparse.Namespace:
     add("--eval-batches", type=int, default=16, help="micro batches of each data-parallel rank in one validation")
     add("--log-every", type=int, default=10, help="steps between printed lines")
     add("--gradient-checkpointing", action="store_true")
+    add("--pipeline-stages", type=int, default=1, help="cut the layers into this many stages; ranks = stages x dp x P")
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = deepspeed.add_config_arguments(parser).parse_args()
     if not 0 < args.eval_fraction < 1:
@@ -179,21 +181,28 @@ def validate(engine: Any, windows: Windows, batches: int) -> float:
     engine.eval()
     for part in chosen.split(micro):
         ids = torch.stack([windows[index]["input_ids"] for index in part.tolist()]).to(engine.device)
-        total += engine(input_ids=ids, labels=ids).loss * len(ids)
+        batch = {"input_ids": ids, "labels": ids}
+        if isinstance(engine, PipelineEngine):
+            total += engine.eval_batch(iter([batch]), num_micro_batches=1) * len(ids)
+        else:
+            total += engine(**batch).loss * len(ids)
     engine.train()
     return average(total / count, engine) / windows.bytes_per_token
 
 
 def train(engine: Any, loader: Any, held_out: Windows, args: argparse.Namespace, say: Any) -> list[int]:
     """Runs all steps; returns what this rank held at the last one."""
-    gas, plain = engine.gradient_accumulation_steps(), engine.optimizer is engine.basic_optimizer
+    gas, pipelined = engine.gradient_accumulation_steps(), isinstance(engine, PipelineEngine)
+    plain = engine.optimizer is engine.basic_optimizer and not pipelined
     held: list[int] = []
     tokens, start = 0, time.perf_counter()
     batches, shown = endless(loader, engine.device, args.seed), dist.get_rank() == 0 and sys.stderr.isatty()
     for step in tqdm(range(1, args.steps + 1), unit="step", disable=not shown):
         logs, validates = (step % every == 0 or step == args.steps for every in (args.log_every, args.eval_every))
         loss = torch.zeros((), device=engine.device)
-        for micro_step in range(1, gas + 1):
+        if pipelined:
+            loss, tokens = engine.train_batch(batches), tokens + engine.train_batch_size() * args.seq_length
+        for micro_step in () if pipelined else range(1, gas + 1):
             batch = next(batches)
             micro_loss = engine(**batch).loss
             engine.backward(micro_loss)
@@ -207,7 +216,7 @@ def train(engine: Any, loader: Any, held_out: Windows, args: argparse.Namespace,
             mean, speed = average(loss, engine), tokens / (time.perf_counter() - start)
             norm, peak = norm if plain else engine.get_global_grad_norm(), maximum([peak_memory()], engine)[0] / 2**20
             say(f"step {step:>5}  loss {mean:.4f}  {speed:,.0f} tokens/s  lr {engine.get_lr()[0]:.2e}  "
-                f"norm {float(norm):.2f}  peak {peak:,.0f} MiB")  # fmt: skip
+                f"norm {math.nan if norm is None else float(norm):.2f}  peak {peak:,.0f} MiB")  # fmt: skip
             record(engine, train_loss=mean, tokens_per_second=speed)
             tokens, start = 0, time.perf_counter()
         if validates:
@@ -216,7 +225,8 @@ def train(engine: Any, loader: Any, held_out: Windows, args: argparse.Namespace,
             say(f"step {step:>5}  validation loss {nats:.4f} nats/byte, {nats / math.log(2):.4f} bits/byte")
             record(engine, eval_loss=nats)
             start += time.perf_counter() - before
-    return [max(pair) for pair in zip(held, held_bytes(engine), strict=True)]  # the first step makes the moments
+    last = held_bytes(engine)  # the first step makes the moments
+    return [max(pair) for pair in zip(held or last, last, strict=True)]
 
 
 def record(engine: Any, **values: float) -> None:
@@ -231,6 +241,8 @@ def held_bytes(engine: Any) -> list[int]:
     gradients = [p.grad for p in parameters if p.grad is not None]
     gradients += [g for group in getattr(zero, "averaged_gradients", {}).values() for g in group or []]
     gradients += getattr(zero, "fp32_groups_gradients_flat", [])  # of bf16 with fp32 accumulation
+    if isinstance(engine, PipelineEngine):  # its train_batch has freed them again
+        gradients = [p for p in parameters if p.requires_grad]
     basic, own = engine.basic_optimizer, {id(p) for p in parameters}
     state = [p for group in basic.param_groups for p in group["params"] if id(p) not in own]  # master weights
     state += [value for entry in basic.state.values() for value in entry.values() if isinstance(value, Tensor)]
@@ -260,10 +272,17 @@ def main() -> None:
     texts = read_text(args.text, args.eval_fraction)
     training, held_out = (Windows(text, args.seq_length, tokenizer) for text in texts)
     whole = unsharded_bytes(model, half)
+    pipelined = args.pipeline_stages > 1
+    if pipelined:
+        model = ds_tsp.pipeline(model, args.pipeline_stages, config)
     chosen = optimizer_and_schedule(args, config, model)
-    engine, _, loader, _ = ds_tsp.initialize(args=args, model=model, training_data=training, config=config, **chosen)
+    chosen["training_data"] = None if pipelined else training
+    engine, _, loader, _ = ds_tsp.initialize(args=args, model=model, config=config, **chosen)
+    if pipelined:  # of training_data DeepSpeed makes an endless iterator of one order
+        loader = engine.deepspeed_io(training)
     say = tqdm.write if dist.get_rank() == 0 else lambda line: None
-    say(f"{args.model} on {engine.device.type}, TSP {engine.tsp.size} x data parallel {engine.tsp.dp_size}: "
+    stages = f"{engine.tsp.stages} stages x " if pipelined else ""
+    say(f"{args.model} on {engine.device.type}, {stages}TSP {engine.tsp.size} x data parallel {engine.tsp.dp_size}: "
         f"{len(training)} windows of {args.seq_length} tokens to train on, {len(held_out)} held out")  # fmt: skip
     held = train(engine, loader, held_out, args, say)
     say(table(maximum(held, engine), whole))
