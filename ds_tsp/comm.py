@@ -266,3 +266,11 @@ def gather_slices(own: Tensor, cut_shapes: Sequence[tuple[int, ...]], mesh: Mesh
         slices.append(own.new_empty(cut_shapes[rank]))
         dist.recv(slices[-1], mesh.ranks[rank], group=mesh.group)
     return slices
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The `value` of every rank of the world, in rank order: for saving and loading, where ranks tell each other how it
+    went."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -19,6 +19,7 @@ from .grad_sync import sum_replicated_gradients
 from .inject import inject
 from .loader import TokenCountingLoader
 from .mesh import Mesh
+from .resume import attach
 
 
 def initialize(
@@ -75,6 +76,7 @@ def initialize(
     if mesh.size > 1:
         engine.save_16bit_model = engine.save_fp16_model = _refuse_sliced_export
     engine.module.tsp_state.accumulation = engine.gradient_accumulation_steps()
+    attach(engine)
     if tsp.loss_average == "token" and loader is not None:
         loader = engine.training_dataloader = TokenCountingLoader(loader, mesh, engine.gradient_accumulation_steps())
     return engine, optimizer, loader, lr_scheduler

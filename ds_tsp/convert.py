@@ -1,0 +1,213 @@
+"""From a checkpoint of one degree to DeepSpeed's universal format, which `load_universal` opens at any other.
+
+Reads the files of all ranks of any (P, dp, ZeRO stage); maps them, and puts one tensor together at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tag as tags
+from .layout import WeightCut
+from .universal import WEIGHT, scalar
+
+Slices = Callable[[str], dict[str, Any]]  # parameter name -> {state: this TSP rank's flattened slice, or a number}
+_COMMON = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version", "zero_stage")
+_FILE_ONLY = {"optimizer": None, "param_shapes": None, "frozen_param_shapes": None, "frozen_param_fragments": None}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "input", help="the folder of one tag, or the folder that save_checkpoint was given (its latest)"
+    )
+    parser.add_argument("output", help="folder of the universal checkpoint; its parent gets the file latest_universal")
+
+
+def run(args: Namespace) -> None:
+    print(convert(args.input, args.output))
+
+
+def convert(source: str, target: str) -> Path:
+    """Write the universal checkpoint `target` from `source`, a tag or the `latest` one of a folder; returns its folder.
+
+    Needs no model and no ranks. `target` takes its name when it is whole. Raises ValueError naming the file if `source`
+    is not a whole checkpoint of ds_tsp.
+    """
+    folder, out = Path(source), Path(target)
+    if (folder / "latest").is_file() and not (folder / tags.FACTS).is_file():
+        folder = folder / (folder / "latest").read_text().strip()
+    tags.settle(folder)
+    facts = tags.read_facts(folder)
+    if facts["kind"] != "ranks":
+        raise ValueError(f"{folder} is a universal checkpoint already; load it with load_universal")
+    if facts["stages"] > 1:
+        raise ValueError(f"{folder} was saved by {facts['stages']} pipeline stages; those cannot be converted yet")
+    tags.check_files(folder, facts["files"].items())
+    root, name = str(out.parent), out.name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tags.clear(root, name)
+    work = out.parent / tags.partial(name)
+    _write(folder, work, facts)
+    tags.commit(root, name, {**facts, "kind": "universal"}, "latest_universal")
+    return out
+
+
+def _write(folder: Path, work: Path, facts: dict[str, Any]) -> None:
+    ranks = [_Rank(folder, rank, facts) for rank in range(facts["tsp"])]
+    for name, told in facts["parameters"].items():
+        shape = tuple(told["shape"])
+        cut = None if told["bounds"] is None else WeightCut(shape, told["dim"], tuple(told["bounds"]))
+        parts = [rank.slices(name) for rank in (ranks if cut else ranks[:1])]
+        home = work / "zero" / name
+        home.mkdir(parents=True)
+        for key, first in parts[0].items():
+            if scalar(first):
+                torch.save(first, home / f"{key}.pt")
+                continue
+            held = [part[key] for part in parts]
+            if cut is None:
+                whole = first.reshape(shape)
+            else:
+                whole = torch.cat([x.reshape(cut.slice_shape(i)) for i, x in enumerate(held)], dim=cut.dim)
+            whole = whole if whole.dtype == torch.float64 else whole.float()
+            torch.save({"param": whole.clone(), "cat_dim": told["dim"] or 0}, home / f"{key}.pt")
+    torch.save(ranks[0].common(), work / "zero" / "optimizer_state.pt")
+    states = ranks[0].model
+    buffers = {k: states["module"][k] for k in states.get("buffer_names") or () if k in states["module"]}
+    torch.save({**states, **_FILE_ONLY, "module": buffers}, work / "mp_rank_00_model_states.pt")
+    shutil.copy2(folder / tags.RANKS, work / tags.RANKS)
+
+
+class _Rank:
+    """The files of one TSP rank: those of its dp ranks, and where in them each parameter's slice lies."""
+
+    def __init__(self, folder: Path, rank: int, facts: dict[str, Any]):
+        self.facts, self.rank, self.dp = facts, rank, facts["dp"]
+        end = f"mp_rank_{rank:02d}_model_states.pt"
+        names = [f"zero_pp_rank_{d}_{end}" for d in range(self.dp)] if facts["zero"] == 3 else [end]
+        self.models = [_load(folder / name) for name in names]
+        self.model = self.models[0]
+        self.optimizers = []
+        if facts["zero"] and facts["trained"]:
+            names = [f"zero_pp_rank_{d}_mp_rank_{rank:02d}_optim_states.pt" for d in range(self.dp)]
+            bf16 = (folder / f"bf16_{names[0]}").is_file()
+            self.optimizers = [_load(folder / (f"bf16_{n}" if bf16 else n))["optimizer_state_dict"] for n in names]
+        self.find = self._stage3() if facts["zero"] == 3 else self._stage12() if self.optimizers else self._stage0()
+
+    def slices(self, name: str) -> dict[str, Any]:
+        """Each state of the parameter; of one that is not trained its weight."""
+        if self.facts["parameters"][name]["group"] is not None:
+            return self.find(name)
+        if self.facts["zero"] != 3:
+            return {WEIGHT: self.model["module"][name]}
+        parts = [model["frozen_param_fragments"][name] for model in self.models]
+        return {WEIGHT: _join(parts, math.prod(self.model["frozen_param_shapes"][name]))}
+
+    def common(self) -> dict[str, Any]:
+        """What the optimizer keeps once: hyperparameters, and the loss scaler."""
+        state = self.optimizers[0] if self.optimizers else self.model["optimizer"] or {}
+        kept = {key: state[key] for key in _COMMON if key in state}
+        if "cur_scale" in state:  # stage 0 keeps the scaler's numbers side by side
+            kept["loss_scaler"] = {k: v for k, v in state.items() if not isinstance(v, (dict, list, Tensor))}
+        return {**kept, "param_groups": _base(state).get("param_groups", [])}
+
+    def _stage12(self) -> Slices:
+        def find(name: str) -> dict[str, Any]:
+            parts = []
+            for state in self.optimizers:
+                for group, held in enumerate(state["param_slice_mappings"]):
+                    if name in held:
+                        flats = {WEIGHT: state["single_partition_of_fp32_groups"][group], **_states(state, group)}
+                        parts.append(_narrow(flats, held[name].start, held[name].numel))
+            return {key: _join([part[key] for part in parts]) for key in parts[0]}
+
+        return find
+
+    def _stage3(self) -> Slices:
+        places: dict[str, tuple[int, int, int]] = {}
+        for sub, shapes in enumerate(self.model["param_shapes"]):
+            offset = 0
+            for name, shape in shapes.items():
+                places[name] = (sub, offset, math.prod(shape))
+                offset += -(-places[name][2] // self.dp)
+
+        def find(name: str) -> dict[str, Any]:
+            sub, offset, numel = places[name]
+            parts = [
+                _narrow({WEIGHT: state["fp32_flat_groups"][sub], **_states(state, sub)}, offset, -(-numel // self.dp))
+                for state in self.optimizers
+            ]
+            return {key: _join([part[key] for part in parts], numel) for key in parts[0]}
+
+        return find
+
+    def _stage0(self) -> Slices:
+        state, told = self.model["optimizer"] or {}, self.facts["parameters"]
+        order: dict[tuple[int, int], str] = {tuple(t["group"]): n for n, t in told.items() if t["group"] is not None}
+        flats: dict[str, tuple[Tensor, int, int]] = {}  # the master, its place in the optimizer, the offset in it
+        offset, group = 0, 0
+        for index, (place, name) in enumerate(sorted(order.items())):
+            weight = self.model["module"][name]
+            offset, group = (offset, group) if place[0] == group else (0, place[0])
+            if "fp32_groups_flat" in state:
+                flats[name] = (state["fp32_groups_flat"][group], group, offset)
+                offset += weight.numel()
+            else:
+                master = state["fp32_groups"][group][place[1]] if "fp32_groups" in state else weight
+                flats[name] = (master, index, 0)
+
+        def find(name: str) -> dict[str, Any]:
+            flat, index, start = flats[name]
+            return _narrow({WEIGHT: flat, **_states(state, index)}, start, self.model["module"][name].numel())
+
+        return find
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, weights_only=False, map_location="cpu", mmap=True)
+    except RuntimeError:  # written without the zip format ("checkpoint_serialization": false)
+        return torch.load(path, weights_only=False, map_location="cpu")
+
+
+def _base(state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of the torch optimizer inside of one of DeepSpeed's."""
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        if key in state:
+            return state[key]
+    return state
+
+
+def _states(state: dict[str, Any], index: int) -> dict[str, Any]:
+    base = _base(state)
+    if not isinstance(base, dict):
+        raise ValueError('an elastic checkpoint ("elastic_checkpoint": true) cannot be converted; save without it')
+    return base.get("state", {}).get(index, {})
+
+
+def _narrow(flats: dict[str, Any], start: int, numel: int) -> dict[str, Any]:
+    """The elements of one parameter; what has none of its own, as the step, is kept as it is."""
+    found, length = {}, flats[WEIGHT].numel()
+    for key, value in flats.items():
+        if scalar(value):
+            found[key] = value
+        elif value.numel() < min(length, start + numel):
+            raise ValueError(f"optimizer state {key!r} of shape {tuple(value.shape)} is not one number per weight")
+        else:
+            found[key] = value.detach().reshape(-1)[start : start + numel]
+    return found
+
+
+def _join(parts: list[Any], numel: int | None = None) -> Any:
+    """The fragments of all dp ranks one after another, without the padding at their end."""
+    if scalar(parts[0]):
+        return parts[0]
+    return torch.cat([part.detach().reshape(-1) for part in parts])[:numel]
