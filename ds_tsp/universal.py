@@ -127,7 +127,7 @@ def _tensors(folder: Path, engine: Any, optimizer_states: bool) -> None:
             continue
         state = engine.basic_optimizer.state[piece.flat]
         if common is not None:
-            state[STEP] = common
+            state[STEP] = common.clone() if isinstance(common, Tensor) else common  # torch counts it up in place
         for key in sorted({path.stem for path in (folder / "zero" / name).glob("*.pt")} - {WEIGHT}):
             value = read(folder, name, key, shape)
             if scalar(value):
