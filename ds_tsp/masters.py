@@ -29,11 +29,16 @@ class Piece:
         return local.reshape(-1).narrow(0, self.start, self.numel)
 
 
+def base(engine: Any) -> Any:
+    """The torch optimizer inside of DeepSpeed's, whose state is the trained one."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
 def groups(engine: Any) -> list[list[nn.Parameter]]:
     """The trained parameters of each of the user's parameter groups, in the order in which DeepSpeed keeps them."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "sub_group_to_group_id"):  # stage 3
-        whole: list[list[nn.Parameter]] = [[] for _ in engine.basic_optimizer.param_groups]
+        whole: list[list[nn.Parameter]] = [[] for _ in base(engine).param_groups]
         for sub, parameters in enumerate(optimizer.fp16_groups):
             whole[optimizer.sub_group_to_group_id[sub]] += parameters
         return whole

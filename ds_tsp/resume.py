@@ -131,8 +131,9 @@ def _raise_together(everyones: list[list[str]], save_dir: str, tag: str) -> None
         _attempt([], tags.clear, save_dir, tag)
     rank, error = next(iter(failed.items()))
     raise OSError(
-        f"checkpoint {tag!r} was not saved to {save_dir}: on rank {rank}, {error}; checkpoints that were there before, "
-        f"and latest, are as they were" + (f" (ranks {sorted(failed)} failed)" if len(failed) > 1 else "")
+        f"checkpoint {tag!r} was not saved to {save_dir}: on rank {rank}, {error}"
+        + (f" (so on ranks {sorted(failed)})" if len(failed) > 1 else "")
+        + "; the checkpoint that the file latest names there is whole"
     )
 
 
@@ -220,8 +221,8 @@ def _check_parameters(engine: Any, folder: Path, facts: dict[str, Any], wanted: 
     if wanted["custom_load_fn"] is not None:
         return
     mine, saved = _table(engine), facts["parameters"]
-    for name in mine.keys() & saved.keys():
-        if mine[name]["shape"] != saved[name]["shape"]:
+    for name in mine:
+        if name in saved and mine[name]["shape"] != saved[name]["shape"]:
             raise ValueError(
                 f"{folder / tags.FACTS}: {name} was saved with shape {saved[name]['shape']}, but this "
                 f"{_model(engine)} has {mine[name]['shape']}: it is a checkpoint of another model or vocabulary"

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ def commit(save_dir: str, tag: str, facts: dict[str, Any], latest: str | None) -
         _write(beside, tag)
         os.replace(beside, Path(save_dir, latest))
         sync(save_dir)
-    if old.exists():
-        shutil.rmtree(old)
+    with suppress(OSError):  # it is saved; the next save of this tag removes what is left
+        if old.exists():
+            shutil.rmtree(old)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _tensors(folder: Path, engine: Any, optimizer_states: bool) -> None:
         piece.within(piece.flat).copy_(piece.of(weight))
         if not optimizer_states:
             continue
-        state = engine.basic_optimizer.state[piece.flat]
+        state = masters.base(engine).state[piece.flat]
         if common is not None:
             state[STEP] = common.clone() if isinstance(common, Tensor) else common  # torch counts it up in place
         for key in sorted({path.stem for path in (folder / "zero" / name).glob("*.pt")} - {WEIGHT}):
@@ -152,7 +152,7 @@ def _common_step(folder: Path) -> Any:
 
 def _hyperparameters(folder: Path, engine: Any) -> None:
     common = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=False, map_location="cpu")
-    for group, saved in zip(engine.basic_optimizer.param_groups, common["param_groups"], strict=True):
+    for group, saved in zip(masters.base(engine).param_groups, common["param_groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})
     scaler = getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
     source = common.get("loss_scaler")
