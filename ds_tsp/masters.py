@@ -45,7 +45,7 @@ def groups(engine: Any) -> list[list[nn.Parameter]]:
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
         if hasattr(optimizer, name):
             return getattr(optimizer, name)
-    return [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
+    return [group["params"] for group in getattr(optimizer, "param_groups", [])]  # none: an engine that cannot train
 
 
 def pieces(engine: Any) -> Iterator[tuple[nn.Parameter, Piece]]:

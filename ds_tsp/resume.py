@@ -35,7 +35,8 @@ def attach(engine: Any) -> None:
     Raises ValueError for checkpoint writers that finish later, or on a disk of each node: nobody could tell when such a
     checkpoint is whole.
     """
-    if engine.checkpoint_engine.is_decoupled() or engine.use_node_local_storage():
+    writer = engine.checkpoint_engine  # None in an engine without an optimizer, which may load
+    if writer is not None and (writer.is_decoupled() or engine.use_node_local_storage()):
         raise ValueError(
             '"checkpoint": a decoupled writer and use_node_local_storage are not supported: a tag takes its name when '
             "all ranks have written to one folder; remove them"
@@ -67,6 +68,10 @@ def _save(engine: Any, save: Callable[..., Any], save_dir: Any, tag: Any, client
           exclude_frozen: bool) -> bool:  # fmt: skip
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+    if engine.checkpoint_engine is None:
+        raise ValueError(
+            "DeepSpeed saves no checkpoint of an engine without an optimizer; ds_tsp.full_state_dict has the weights"
+        )
     save_dir, tag = str(save_dir), str(f"global_step{engine.global_steps}" if tag is None else tag)
     told = gather_objects((save_dir, tag))
     if any(other != told[0] for other in told):
@@ -258,6 +263,8 @@ def _check_degree(engine: Any, folder: Path, facts: dict[str, Any], wanted: dict
     cuts = [n for n, told in facts["parameters"].items() if n in mine and told["bounds"] != mine[n]["bounds"]]
     if cuts and not differ:
         differ.append(f"{cuts[0]} cut at {facts['parameters'][cuts[0]]['bounds']}, here at {mine[cuts[0]]['bounds']}")
+    if facts["zero"] == 3 and engine.optimizer is not None and not masters.groups(engine):
+        raise ValueError(f"DeepSpeed loads {folder} only into an engine that trains; {_how_to_convert(folder)}")
     if differ:
         raise ValueError(f"{folder} was saved with {'; '.join(differ)}; {_how_to_convert(folder)}")
 

@@ -84,13 +84,11 @@ def restore(folder: Path, engine: Any, optimizer_states: bool, scheduler: bool, 
     """
     path = _model_states(folder)[0]
     states = torch.load(path, weights_only=False, map_location="cpu")
-    optimizer_states = optimizer_states and not module_only and engine.optimizer is not None
-    partitioned = hasattr(engine.optimizer, "checkpoint_event_prologue")
-    if partitioned:
-        engine.optimizer.checkpoint_event_prologue()
+    optimizer_states = optimizer_states and not module_only and bool(masters.groups(engine))
+    _call(engine.optimizer, "checkpoint_event_prologue")  # ZeRO-3: everything partitioned, then as it was
+    _call(engine.optimizer, "partition_all_parameters")  # the same of an engine that does not train
     _tensors(folder, engine, optimizer_states)
-    if partitioned:
-        engine.optimizer.checkpoint_event_epilogue()
+    _call(engine.optimizer, "checkpoint_event_epilogue")
     buffers, saved = dict(engine.module.named_buffers()), states.get("module") or {}
     for name in states.get("buffer_names") or ():
         if name in buffers and name in saved:
@@ -105,6 +103,11 @@ def restore(folder: Path, engine: Any, optimizer_states: bool, scheduler: bool, 
         engine.loaded_checkpoint_mp_world_size = states["mp_world_size"]
         engine.loaded_checkpoint_dp_world_size = states["dp_world_size"]
     return str(path), {k: v for k, v in states.items() if k not in _ENGINE_STATES}
+
+
+def _call(optimizer: Any, name: str) -> None:
+    if hasattr(optimizer, name):
+        getattr(optimizer, name)()
 
 
 def _model_states(folder: Path) -> list[Path]:

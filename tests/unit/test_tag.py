@@ -48,9 +48,8 @@ def test_killed_at_every_operation(tmp_path: Path, name: str, n: int) -> None:
             raise Killed
         return original(*args, **kwargs)
 
-    with mock.patch.object(owner, name, operation):
-        with contextlib.suppress(Killed):
-            write(tmp_path, "step1", "new")
+    with mock.patch.object(owner, name, operation), contextlib.suppress(Killed):
+        write(tmp_path, "step1", "new")
     folder = tmp_path / (tmp_path / "latest").read_text()
     tags.settle(folder)
     facts = tags.read_facts(folder)
