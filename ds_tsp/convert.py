@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ _COMMON = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_ver
 _FILE_ONLY = {"optimizer": None, "param_shapes": None, "frozen_param_shapes": None, "frozen_param_fragments": None}
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def main(argv: Sequence[str], prog: str = "ds_tsp convert") -> None:
+    """The command line of `convert`."""
+    parser = ArgumentParser(prog=prog, description=convert.__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "input", help="the folder of one tag, or the folder that save_checkpoint was given (its latest)"
     )
     parser.add_argument("output", help="folder of the universal checkpoint; its parent gets the file latest_universal")
-
-
-def run(args: Namespace) -> None:
+    args = parser.parse_args(argv)
     print(convert(args.input, args.output))
 
 
