@@ -48,8 +48,6 @@ def convert(source: str, target: str) -> Path:
     facts = tags.read_facts(folder)
     if facts["kind"] != "ranks":
         raise ValueError(f"{folder} is a universal checkpoint already; load it with load_universal")
-    if facts["stages"] > 1:
-        raise ValueError(f"{folder} was saved by {facts['stages']} pipeline stages; those cannot be converted yet")
     tags.check_files(folder, facts["files"].items())
     root, name = str(out.parent), out.name
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,11 +59,12 @@ def convert(source: str, target: str) -> Path:
 
 
 def _write(folder: Path, work: Path, facts: dict[str, Any]) -> None:
-    ranks = [_Rank(folder, rank, facts) for rank in range(facts["tsp"])]
+    stages = [[_Rank(folder, stage, rank, facts) for rank in range(facts["tsp"])] for stage in range(facts["stages"])]
     for name, told in facts["parameters"].items():
         shape = tuple(told["shape"])
         cut = None if told["bounds"] is None else WeightCut(shape, told["dim"], tuple(told["bounds"]))
-        parts = [rank.slices(name) for rank in (ranks if cut else ranks[:1])]
+        ranks = stages[told["stage"]]
+        parts = [rank.slices(told["name"], told["group"] is not None) for rank in (ranks if cut else ranks[:1])]
         home = work / "zero" / name
         home.mkdir(parents=True)
         for key, first in parts[0].items():
@@ -79,37 +78,52 @@ def _write(folder: Path, work: Path, facts: dict[str, Any]) -> None:
                 whole = torch.cat([x.reshape(cut.slice_shape(i)) for i, x in enumerate(held)], dim=cut.dim)
             whole = whole if whole.dtype == torch.float64 else whole.float()
             torch.save({"param": whole.clone(), "cat_dim": told["dim"] or 0}, home / f"{key}.pt")
-    torch.save(ranks[0].common(), work / "zero" / "optimizer_state.pt")
-    states = ranks[0].model
-    buffers = {k: states["module"][k] for k in states.get("buffer_names") or () if k in states["module"]}
+    torch.save(stages[0][0].common(), work / "zero" / "optimizer_state.pt")
+    states = stages[0][0].model
+    module = states["module"] or {}  # a pipeline's buffers are not saved: models compute theirs
+    buffers = {k: module[k] for k in states.get("buffer_names") or () if k in module}
     torch.save({**states, **_FILE_ONLY, "module": buffers}, work / "mp_rank_00_model_states.pt")
     shutil.copy2(folder / tags.RANKS, work / tags.RANKS)
 
 
 class _Rank:
-    """The files of one TSP rank: those of its dp ranks, and where in them each parameter's slice lies."""
+    """The files of one TSP rank of one pipeline stage: those of its dp ranks, and where in them each parameter's slice
+    lies. Names are those of the files."""
 
-    def __init__(self, folder: Path, rank: int, facts: dict[str, Any]):
-        self.facts, self.rank, self.dp = facts, rank, facts["dp"]
-        end = f"mp_rank_{rank:02d}_model_states.pt"
+    def __init__(self, folder: Path, stage: int, rank: int, facts: dict[str, Any]):
+        self.folder, self.rank, self.dp = folder, rank, facts["dp"]
+        self.told = [told for told in facts["parameters"].values() if told["stage"] == stage]
+        index = stage * facts["tsp"] + rank  # to DeepSpeed stages and TSP ranks are one axis
+        end = f"mp_rank_{index:02d}_model_states.pt"
         names = [f"zero_pp_rank_{d}_{end}" for d in range(self.dp)] if facts["zero"] == 3 else [end]
         self.models = [_load(folder / name) for name in names]
         self.model = self.models[0]
+        names = [f"zero_pp_rank_{d}_mp_rank_{index:02d}_optim_states.pt" for d in range(self.dp)]
+        # A pipeline in bf16 has such files at stage 0, too.
+        names = [f"bf16_{n}" for n in names] if (folder / f"bf16_{names[0]}").is_file() else names
         self.optimizers = []
-        if facts["zero"] and facts["trained"]:
-            names = [f"zero_pp_rank_{d}_mp_rank_{rank:02d}_optim_states.pt" for d in range(self.dp)]
-            bf16 = (folder / f"bf16_{names[0]}").is_file()
-            self.optimizers = [_load(folder / (f"bf16_{n}" if bf16 else n))["optimizer_state_dict"] for n in names]
-        self.find = self._stage3() if facts["zero"] == 3 else self._stage12() if self.optimizers else self._stage0()
+        if facts["trained"] and (folder / names[0]).is_file():
+            self.optimizers = [_load(folder / name)["optimizer_state_dict"] for name in names]
+        self.partitioned = facts["zero"] == 3
+        self.find = self._stage3() if self.partitioned else self._stage12() if self.optimizers else self._stage0()
 
-    def slices(self, name: str) -> dict[str, Any]:
+    def slices(self, name: str, trained: bool) -> dict[str, Any]:
         """Each state of the parameter; of one that is not trained its weight."""
-        if self.facts["parameters"][name]["group"] is not None:
+        if trained:
             return self.find(name)
-        if self.facts["zero"] != 3:
-            return {WEIGHT: self.model["module"][name]}
+        if not self.partitioned:
+            return {WEIGHT: self._weight(name)}
         parts = [model["frozen_param_fragments"][name] for model in self.models]
         return {WEIGHT: _join(parts, math.prod(self.model["frozen_param_shapes"][name]))}
+
+    def _weight(self, name: str) -> Tensor:
+        if self.model["module"] is not None:
+            return self.model["module"][name]
+        first, rest = name.split(".", 1)  # a pipeline keeps each layer in a file, a tied one with its layers
+        tied = first == "tied_modules"
+        number, rest = ("*", rest.split(".", 1)[1]) if tied else (f"{int(first):02d}", rest)
+        files = sorted(self.folder.glob(f"layer_{number}-model_{self.rank:02d}-model_states.pt"))
+        return next(layer[rest] for layer in map(_load, files) if rest in layer)
 
     def common(self) -> dict[str, Any]:
         """What the optimizer keeps once: hyperparameters, and the loss scaler."""
@@ -150,12 +164,12 @@ class _Rank:
         return find
 
     def _stage0(self) -> Slices:
-        state, told = self.model["optimizer"] or {}, self.facts["parameters"]
-        order: dict[tuple[int, int], str] = {tuple(t["group"]): n for n, t in told.items() if t["group"] is not None}
+        state = self.model["optimizer"] or {}
+        order = {tuple(told["group"]): told["name"] for told in self.told if told["group"] is not None}
         flats: dict[str, tuple[Tensor, int, int]] = {}  # the master, its place in the optimizer, the offset in it
         offset, group = 0, 0
         for index, (place, name) in enumerate(sorted(order.items())):
-            weight = self.model["module"][name]
+            weight = self._weight(name)
             offset, group = (offset, group) if place[0] == group else (0, place[0])
             if "fp32_groups_flat" in state:
                 flats[name] = (state["fp32_groups_flat"][group], group, offset)
@@ -166,7 +180,7 @@ class _Rank:
 
         def find(name: str) -> dict[str, Any]:
             flat, index, start = flats[name]
-            return _narrow({WEIGHT: flat, **_states(state, index)}, start, self.model["module"][name].numel())
+            return _narrow({WEIGHT: flat, **_states(state, index)}, start, self._weight(name).numel())
 
         return find
 

@@ -29,6 +29,13 @@ class Piece:
         return local.reshape(-1).narrow(0, self.start, self.numel)
 
 
+def named(engine: Any) -> dict[str, nn.Parameter]:
+    """This rank's parameters by their names in the unsharded model, each once; of a pipeline those of this stage."""
+    stage = getattr(engine.module, "tsp_stage", None)
+    module: nn.Module = engine.module if stage is None else stage.model  # the latter has other stages' on meta
+    return {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
+
+
 def base(engine: Any) -> Any:
     """The torch optimizer inside of DeepSpeed's, whose state is the trained one."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)

@@ -87,8 +87,9 @@ def _save(engine: Any, save: Callable[..., Any], save_dir: Any, tag: Any, client
     _raise_together([told[0] for told in everyones], save_dir, tag)
     if first:
         facts = _facts(engine, exclude_frozen)
-        facts["parameters"] = {name: about for _, table, _ in everyones for name, about in table.items()}
-        facts["trained"] = any(about["group"] is not None for about in facts["parameters"].values())
+        # A weight that is tied over a pipeline is on two stages; the first one's stands for both.
+        facts["parameters"] = {name: told for _, table, _ in reversed(everyones) for name, told in table.items()}
+        facts["trained"] = any(told["group"] is not None for told in facts["parameters"].values())
         work = Path(save_dir, tags.partial(tag)) / tags.RANKS
         _attempt(errors, torch.save, [state for _, _, state in everyones], work)
         if not errors:
@@ -233,7 +234,7 @@ def _check_parameters(engine: Any, folder: Path, facts: dict[str, Any], wanted: 
                 f"{_model(engine)} has {mine[name]['shape']}: it is a checkpoint of another model or vocabulary"
             )
     missing = sorted(mine.keys() - saved.keys())
-    extra = sorted(saved.keys() - mine.keys()) if facts["stages"] == 1 else []
+    extra = sorted(saved.keys() - mine.keys()) if getattr(engine.tsp, "stages", 1) == 1 else []
     if wanted["load_module_strict"] and (missing or extra):
         lacks = f"it lacks {len(missing)} parameter(s) of this model, such as {missing[0]}" if missing else ""
         more = f"it has {len(extra)} that this model has not, such as {extra[0]}" if extra else ""
@@ -286,10 +287,12 @@ def _facts(engine: Any, exclude_frozen: bool) -> dict[str, Any]:
 
 
 def _table(engine: Any) -> dict[str, dict[str, Any]]:
-    """Each parameter of this rank's module by its name: whole shape, how it is cut, and its parameter group."""
+    """Each parameter of this rank by its name in the unsharded model: whole shape, how it is cut, its parameter group,
+    and where DeepSpeed's files have it: the pipeline stage and its name there."""
+    there = {id(p): name for name, p in engine.module.named_parameters()}
     places = {id(p): [g, i] for g, group in enumerate(masters.groups(engine)) for i, p in enumerate(group)}
     table = {}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in masters.named(engine).items():
         cut: WeightCut | None = getattr(parameter, "tsp_cut", None)
         table[name] = {
             "shape": list(universal.whole_shape(parameter)),
@@ -297,13 +300,15 @@ def _table(engine: Any) -> dict[str, dict[str, Any]]:
             "bounds": None if cut is None else list(cut.bounds),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "group": places.get(id(parameter)),
+            "stage": getattr(engine.tsp, "stage", 0),
+            "name": there[id(parameter)],
         }
     return table
 
 
 def _for_ds_to_universal(engine: Any) -> dict[str, Any]:
     """What DeepSpeed's ds_to_universal.py must know of the cuts; it matches names by regular expressions."""
-    trained = {name: told for name, told in _table(engine).items() if told["group"] is not None}
+    trained = {told["name"]: told for told in _table(engine).values() if told["group"] is not None}
 
     def patterns(dim: int | None) -> list[str]:
         return [name.replace(".", r"\.") + "$" for name, told in trained.items() if told["dim"] == dim]

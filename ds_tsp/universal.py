@@ -66,7 +66,7 @@ def check(folder: Path, engine: Any, optimizer_states: bool) -> None:
     """Raises ValueError naming the first file that does not fit the engine. Changes nothing."""
     if not _model_states(folder):
         raise ValueError(f"{folder} has no *mp_rank_00_model_states.pt: it is not a universal checkpoint")
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in masters.named(engine).items():
         read(folder, name, WEIGHT, whole_shape(parameter))
     path, groups = folder / "zero" / "optimizer_state.pt", masters.groups(engine)
     if optimizer_states and groups:
@@ -119,7 +119,7 @@ def _tensors(folder: Path, engine: Any, optimizer_states: bool) -> None:
     mesh: Mesh = engine.tsp
     kept: dict[int, masters.Piece] = {id(parameter): piece for parameter, piece in masters.pieces(engine)}
     common = _common_step(folder) if optimizer_states else None
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in masters.named(engine).items():
         shape, piece = whole_shape(parameter), kept.get(id(parameter))
         weight = _slice(read(folder, name, WEIGHT, shape), parameter, mesh)
         masters.put(parameter, weight, mesh.dp_rank)
