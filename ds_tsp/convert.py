@@ -64,7 +64,7 @@ def _write(folder: Path, work: Path, facts: dict[str, Any]) -> None:
         shape = tuple(told["shape"])
         cut = None if told["bounds"] is None else WeightCut(shape, told["dim"], tuple(told["bounds"]))
         ranks = stages[told["stage"]]
-        parts = [rank.slices(told["name"], told["group"] is not None) for rank in (ranks if cut else ranks[:1])]
+        parts = [rank.slices(told["name"], told["trained"]) for rank in (ranks if cut else ranks[:1])]
         home = work / "zero" / name
         home.mkdir(parents=True)
         for key, first in parts[0].items():
@@ -92,7 +92,7 @@ class _Rank:
 
     def __init__(self, folder: Path, stage: int, rank: int, facts: dict[str, Any]):
         self.folder, self.rank, self.dp = folder, rank, facts["dp"]
-        self.told = [told for told in facts["parameters"].values() if told["stage"] == stage]
+        self.groups: list[list[str]] = facts["groups"][stage]
         index = stage * facts["tsp"] + rank  # to DeepSpeed stages and TSP ranks are one axis
         end = f"mp_rank_{index:02d}_model_states.pt"
         names = [f"zero_pp_rank_{d}_{end}" for d in range(self.dp)] if facts["zero"] == 3 else [end]
@@ -102,7 +102,7 @@ class _Rank:
         # A pipeline in bf16 has such files at stage 0, too.
         names = [f"bf16_{n}" for n in names] if (folder / f"bf16_{names[0]}").is_file() else names
         self.optimizers = []
-        if facts["trained"] and (folder / names[0]).is_file():
+        if any(self.groups) and (folder / names[0]).is_file():
             self.optimizers = [_load(folder / name)["optimizer_state_dict"] for name in names]
         self.partitioned = facts["zero"] == 3
         self.find = self._stage3() if self.partitioned else self._stage12() if self.optimizers else self._stage0()
@@ -165,18 +165,17 @@ class _Rank:
 
     def _stage0(self) -> Slices:
         state = self.model["optimizer"] or {}
-        order = {tuple(told["group"]): told["name"] for told in self.told if told["group"] is not None}
-        flats: dict[str, tuple[Tensor, int, int]] = {}  # the master, its place in the optimizer, the offset in it
-        offset, group = 0, 0
-        for index, (place, name) in enumerate(sorted(order.items())):
-            weight = self._weight(name)
-            offset, group = (offset, group) if place[0] == group else (0, place[0])
-            if "fp32_groups_flat" in state:
-                flats[name] = (state["fp32_groups_flat"][group], group, offset)
-                offset += weight.numel()
-            else:
-                master = state["fp32_groups"][group][place[1]] if "fp32_groups" in state else weight
-                flats[name] = (master, index, 0)
+        flats: dict[str, tuple[Tensor, int, int]] = {}  # the master, its number in the optimizer, the offset in it
+        for group, names in enumerate(self.groups):
+            offset = 0
+            for i, name in enumerate(names):
+                weight = self._weight(name)
+                if "fp32_groups_flat" in state:
+                    flats[name] = (state["fp32_groups_flat"][group], group, offset)
+                    offset += weight.numel()
+                else:
+                    master = state["fp32_groups"][group][i] if "fp32_groups" in state else weight
+                    flats[name] = (master, len(flats), 0)
 
         def find(name: str) -> dict[str, Any]:
             flat, index, start = flats[name]

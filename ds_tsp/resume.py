@@ -83,15 +83,15 @@ def _save(engine: Any, save: Callable[..., Any], save_dir: Any, tag: Any, client
         if first:
             _attempt(errors, tags.clear, save_dir, tag)
         save(save_dir, tags.partial(tag), client_state, save_latest=False, exclude_frozen_parameters=exclude_frozen)
-    everyones = gather_objects((errors, _table(engine), _rank_state(engine)))
+    everyones = gather_objects((errors, _stage(engine), _table(engine), _groups(engine), _rank_state(engine)))
     _raise_together([told[0] for told in everyones], save_dir, tag)
     if first:
         facts = _facts(engine, exclude_frozen)
         # A weight that is tied over a pipeline is on two stages; the first one's stands for both.
-        facts["parameters"] = {name: told for _, table, _ in reversed(everyones) for name, told in table.items()}
-        facts["trained"] = any(told["group"] is not None for told in facts["parameters"].values())
+        facts["parameters"] = {name: told for _, _, table, _, _ in reversed(everyones) for name, told in table.items()}
+        facts["groups"] = list({stage: groups for _, stage, _, groups, _ in everyones}.values())
         work = Path(save_dir, tags.partial(tag)) / tags.RANKS
-        _attempt(errors, torch.save, [state for _, _, state in everyones], work)
+        _attempt(errors, torch.save, [state for *_, state in everyones], work)
         if not errors:
             _attempt(errors, tags.sync, work)
             _attempt(errors, tags.commit, save_dir, tag, facts, "latest" if save_latest else None)
@@ -287,10 +287,10 @@ def _facts(engine: Any, exclude_frozen: bool) -> dict[str, Any]:
 
 
 def _table(engine: Any) -> dict[str, dict[str, Any]]:
-    """Each parameter of this rank by its name in the unsharded model: whole shape, how it is cut, its parameter group,
-    and where DeepSpeed's files have it: the pipeline stage and its name there."""
+    """Each parameter of this rank by its name in the unsharded model: whole shape, how it is cut, and where
+    DeepSpeed's files have it: the pipeline stage and its name there."""
     there = {id(p): name for name, p in engine.module.named_parameters()}
-    places = {id(p): [g, i] for g, group in enumerate(masters.groups(engine)) for i, p in enumerate(group)}
+    trained = {id(p) for group in masters.groups(engine) for p in group}
     table = {}
     for name, parameter in masters.named(engine).items():
         cut: WeightCut | None = getattr(parameter, "tsp_cut", None)
@@ -299,16 +299,26 @@ def _table(engine: Any) -> dict[str, dict[str, Any]]:
             "dim": None if cut is None else cut.dim,
             "bounds": None if cut is None else list(cut.bounds),
             "dtype": str(parameter.dtype).removeprefix("torch."),
-            "group": places.get(id(parameter)),
-            "stage": getattr(engine.tsp, "stage", 0),
+            "trained": id(parameter) in trained,
+            "stage": _stage(engine),
             "name": there[id(parameter)],
         }
     return table
 
 
+def _groups(engine: Any) -> list[list[str]]:
+    """The names in DeepSpeed's files of each group's trained parameters, in the optimizer's order."""
+    there = {id(p): name for name, p in engine.module.named_parameters()}
+    return [[there[id(p)] for p in group] for group in masters.groups(engine)]
+
+
+def _stage(engine: Any) -> int:
+    return getattr(engine.tsp, "stage", 0)
+
+
 def _for_ds_to_universal(engine: Any) -> dict[str, Any]:
     """What DeepSpeed's ds_to_universal.py must know of the cuts; it matches names by regular expressions."""
-    trained = {told["name"]: told for told in _table(engine).values() if told["group"] is not None}
+    trained = {told["name"]: told for told in _table(engine).values() if told["trained"]}
 
     def patterns(dim: int | None) -> list[str]:
         return [name.replace(".", r"\.") + "$" for name, told in trained.items() if told["dim"] == dim]
