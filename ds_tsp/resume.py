@@ -166,6 +166,12 @@ def _load(engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, wanted
     if whole:
         states, schedule = wanted["load_optimizer_states"], wanted["load_lr_scheduler_states"]
         result = universal.restore(folder, engine, states, schedule, module_only)
+    elif wanted["load_optimizer_states"] and not module_only and _partitioned_without_zero(engine):
+        # DeepSpeed saves this optimizer as ZeRO's, a file per dp rank, and then loads the first one's for all.
+        path, client = load(load_dir, tag, **{**wanted, "load_optimizer_states": False})
+        engine._load_zero_checkpoint(load_dir, folder.name if tag is None else tag)
+        client.pop("optimizer", None)
+        result = path, client
     else:
         result = load(load_dir, tag, **wanted)
     if not module_only:
@@ -255,7 +261,8 @@ def _check_degree(engine: Any, folder: Path, facts: dict[str, Any], wanted: dict
                        ("zero", "ZeRO stage"), ("precision", "precision")):  # fmt: skip
         same = facts[key] == here[key]
         if key == "dp":
-            same |= facts["zero"] in (0, 1, 2) and (module_only or facts["zero"] == 0)
+            whole = facts["zero"] == 0 and not _partitioned_without_zero(engine)
+            same |= whole or (module_only and facts["zero"] != 3)
         if key == "zero":
             same |= {facts[key], here[key]} == {1, 2} or (module_only and 3 not in (facts[key], here[key]))
         if not same:
@@ -268,6 +275,11 @@ def _check_degree(engine: Any, folder: Path, facts: dict[str, Any], wanted: dict
         raise ValueError(f"DeepSpeed loads {folder} only into an engine that trains; {_how_to_convert(folder)}")
     if differ:
         raise ValueError(f"{folder} was saved with {'; '.join(differ)}; {_how_to_convert(folder)}")
+
+
+def _partitioned_without_zero(engine: Any) -> bool:
+    """Whether the optimizer is cut over dp although ZeRO is off, as that of a pipeline in bf16."""
+    return hasattr(engine.optimizer, "bf16_groups") and not engine.zero_optimization()
 
 
 def _facts(engine: Any, exclude_frozen: bool) -> dict[str, Any]:
