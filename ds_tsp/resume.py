@@ -169,7 +169,7 @@ def _load(engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, wanted
     elif wanted["load_optimizer_states"] and not module_only and _partitioned_without_zero(engine):
         # DeepSpeed saves this optimizer as ZeRO's, a file per dp rank, and then loads the first one's for all.
         path, client = load(load_dir, tag, **{**wanted, "load_optimizer_states": False})
-        engine._load_zero_checkpoint(load_dir, folder.name if tag is None else tag)
+        engine._load_zero_checkpoint(load_dir, str(folder.relative_to(load_dir)))
         client.pop("optimizer", None)
         result = path, client
     else:

@@ -127,7 +127,7 @@ def resume_job(folder: str, cases: list[tuple[Any, ...]]) -> list[dict[str, Any]
 RESUMED = {  # size, stage, family, precision; 4 ranks. Spans stages, degrees, precisions, ties and dropout
     "fp32": [(2, 0, "llama", "fp32"), (2, 1, "gemma2", "fp32"), (2, 2, "gptj", "fp32"), (2, 3, "gemma2", "fp32"),
              (4, 1, "llama", "fp32"), (4, 3, "llama", "fp32"), (1, 0, "gptj", "fp32"), (1, 3, "llama", "fp32")],
-    "half": [(2, 0, "llama", "bf16"), (2, 1, "gemma2", "bf16"), (2, 2, "llama", "bf16"), (2, 3, "gemma2", "bf16"),
+    "half": [(2, 0, "llama", "bf16"), (2, 1, "gemma2", "bf16"), (2, 0, "llama", "autocast"), (2, 3, "gemma2", "bf16"),
              (2, 0, "gemma2", "fp16"), (2, 2, "llama", "fp16"), (2, 3, "llama", "fp16")],
 }  # fmt: skip
 
