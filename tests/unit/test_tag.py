@@ -37,8 +37,10 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("name", ["rename", "replace", "fsync", "rmtree", "write_text"])
 @pytest.mark.parametrize("n", range(6))
-def test_killed_at_every_operation(tmp_path: Path, name: str, n: int) -> None:
-    """The n-th operation of a kind never happens: the tag is its old or its new self, and the next save succeeds."""
+@pytest.mark.parametrize("tag", ["step1", "step2"])
+def test_killed_at_every_operation(tmp_path: Path, tag: str, name: str, n: int) -> None:
+    """The n-th operation of a kind never happens: what `latest` names is the old or the new one, and the next save
+    succeeds; where the tag was there before, and where it was not."""
     write(tmp_path, "step1", "old")
     owner = {"rename": Path, "write_text": Path, "rmtree": tags.shutil}.get(name, os)
     original, left = getattr(owner, name), iter(range(n))
@@ -49,14 +51,15 @@ def test_killed_at_every_operation(tmp_path: Path, name: str, n: int) -> None:
         return original(*args, **kwargs)
 
     with mock.patch.object(owner, name, operation), contextlib.suppress(Killed):
-        write(tmp_path, "step1", "new")
+        write(tmp_path, tag, "new")
     folder = tmp_path / (tmp_path / "latest").read_text()
     tags.settle(folder)
     facts = tags.read_facts(folder)
     tags.check_files(folder, facts["files"].items())
     assert (folder / "zero/weights").read_text() in ("old", "new")
-    write(tmp_path, "step1", "third")
-    assert (folder / "zero/weights").read_text() == "third" and len(list(tmp_path.iterdir())) == 2
+    write(tmp_path, tag, "third")
+    assert (tmp_path / tag / "zero/weights").read_text() == "third"
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", "step1", tag}
 
 
 def test_refusals(tmp_path: Path) -> None:
