@@ -10,6 +10,7 @@ from collections.abc import Sequence
 # Command -> the module that has its `main(argv, prog)`, and a line of help. A module is imported when it is asked for.
 COMMANDS = {
     "bench": ("ds_tsp.bench.command", "time, memory and traffic of training, beside DeepSpeed's and PyTorch's schemes"),
+    "convert": ("ds_tsp.convert", "a checkpoint of any degree, to DeepSpeed's universal format"),
 }
 
 

@@ -241,8 +241,7 @@ def agree(what: str, error: Exception | None, fact: str = "") -> None:
     Raises ValueError on every rank: with the `error` of the first rank that has one, or if their `fact`, a short text
     that ends in the fix, is not the same.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (None if error is None else f"{error}" or type(error).__name__, fact))
+    told = gather_objects((None if error is None else f"{error}" or type(error).__name__, fact))
     for rank, (text, _) in enumerate(told):
         if text is not None:
             raise ValueError(f"{what} failed on rank {rank}: {text}") from error
@@ -289,3 +288,11 @@ def receive_named(source: int) -> tuple[str, Tensor]:
     if tensor.numel():
         dist.recv(tensor, source)
     return bytes(rest[dims:]).decode(), tensor.cpu()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The `value` of every rank of the world, in rank order: for saving and loading, where ranks tell each other how it
+    went."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -21,6 +21,7 @@ from .loader import TokenCountingLoader
 from .mesh import Mesh, init_distributed
 from .pipe_engine import adopt
 from .pipeline import inject_pipeline
+from .resume import attach
 
 
 def initialize(
@@ -86,6 +87,7 @@ def initialize(
             log_dist(f"{' and '.join(off)} switched off: each TSP rank sends its own tokens' activations", ranks=[0])
     if mesh.size > 1:
         engine.save_16bit_model = engine.save_fp16_model = _refuse_sliced_export
+    attach(engine)
     if stages:
         return engine, optimizer, loader, lr_scheduler
     engine.module.tsp_state.accumulation = engine.gradient_accumulation_steps()

@@ -1,4 +1,4 @@
-"""Loaders: batches cut early, and batches that know how many tokens their optimizer step has."""
+"""Loaders: batches cut early, batches that know how many tokens their optimizer step has, and a place to go on from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from .comm import all_reduce
 from .data import MARK, shard_batch, shifted
@@ -82,3 +84,60 @@ def _valid(batch: dict[str, Any]) -> int:
         raise ValueError("count tokens before the batch is cut: put ShardedLoader around TokenCountingLoader")
     targets = batch["shift_labels"] if batch.get("shift_labels") is not None else shifted(batch["labels"])
     return int((targets != IGNORE_INDEX).sum())
+
+
+class ResumableLoader(DeepSpeedDataLoader):
+    """DeepSpeed's loader, which counts what it gave out of the epoch and can go on from there.
+
+    After `resume` the next batch is the one that would have come, whether somebody iterates anew or goes on with an
+    iterator that he has; the epoch after that one is whole. Skipped samples are not read.
+    """
+
+    data_sampler: Any
+    _given = 0
+    _resumed = False  # the next __iter__ keeps the place
+
+    def __iter__(self) -> Any:
+        if self._resumed:
+            return self
+        self._given = 0
+        return super().__iter__()
+
+    def __next__(self) -> Any:
+        self._resumed = False
+        batch = super().__next__()
+        self._given += 1
+        return batch
+
+    def position(self) -> dict[str, int]:
+        """The epoch of the sampler, and samples given out in it by all data-parallel ranks together."""
+        return {"epoch": self.data_sampler.epoch, "samples": self._given * self._step}
+
+    @property
+    def _step(self) -> int:
+        return self.batch_size * self.data_sampler.num_replicas
+
+    def resume(self, position: dict[str, int]) -> None:
+        """Go to `position`, rounded down to a whole batch at another batch size or number of ranks."""
+        sampler = self.data_sampler
+        sampler.set_epoch(position["epoch"])
+        self._given = min(position["samples"] // self._step, len(self))
+        self.data_sampler = list(sampler)[self._given * self.batch_size :]
+        generator = torch.get_rng_state()
+        try:
+            super().__iter__()  # draws a seed for workers, which was drawn already when the epoch began
+        finally:
+            torch.set_rng_state(generator)
+            self.data_sampler = sampler
+        self._resumed = True
+
+
+def resumable(loader: Any) -> ResumableLoader | None:
+    """DeepSpeed's loader inside of `loader`, turned into a `ResumableLoader`; None if there is none of the usual
+    kind."""
+    while loader is not None and not isinstance(loader, DeepSpeedDataLoader):
+        loader = getattr(loader, "loader", None)
+    if loader is None or not isinstance(loader.data_sampler, DistributedSampler):
+        return None
+    loader.__class__ = ResumableLoader
+    return loader
