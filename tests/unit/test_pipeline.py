@@ -11,7 +11,8 @@ from ds_tsp.blocks import find_blocks_inside
 from ds_tsp.config import parse, pipeline_settings
 from ds_tsp.mesh import Mesh
 from ds_tsp.microbatches import Drawn, draw
-from ds_tsp.stage import Stage, find_parts
+from ds_tsp.parts import find_parts
+from ds_tsp.stage import Stage
 from tests.models import tiny
 
 CONFIG: dict[str, Any] = {"train_batch_size": 8, "tsp": {"size": 2}}
