@@ -15,7 +15,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils import log_dist, set_z3_leaf_modules
 
 from .config import load_config, parse, pipeline_settings
-from .grad_sync import sum_replicated_gradients
+from .grad_sync import mark_sharded_gradients, sum_replicated_gradients
 from .inject import inject
 from .loader import TokenCountingLoader
 from .mesh import Mesh, init_distributed
@@ -81,6 +81,7 @@ def initialize(
     )
     engine, optimizer, loader, lr_scheduler = result
     engine.tsp = mesh
+    mark_sharded_gradients(engine.optimizer, [p for p in model.parameters() if hasattr(p, "tsp_cut")])
     if stages:
         adopt(engine, mesh)
         if off:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from .comm import all_reduce
@@ -27,3 +29,21 @@ def sum_replicated_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> 
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.register_hook(summed)
+
+
+def mark_sharded_gradients(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Let DeepSpeed's half-precision optimizer without ZeRO count the norm of every rank's slices.
+
+    It asks the gradients whether they are sharded, where all its other optimizers ask the parameters; without an answer
+    it counts those of the axis' first rank only, and clips by too small a norm.
+    """
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return
+
+    def mark(parameter: Tensor) -> None:
+        grad: Any = parameter.grad
+        grad.model_parallel = True
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(mark)

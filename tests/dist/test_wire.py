@@ -8,14 +8,14 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_tsp.data import _FACTS
+from ds_tsp.data import FACTS
 from ds_tsp.layout import SequenceLayout, cut_bounds
 from tests.dist.test_fold import folded_pair
 from tests.harness import run_ranks
 from tests.models import tiny, tokens
 
 B, LENGTH, LAYERS = 2, 24, 2
-BATCH_CHECK = 8 * (len(_FACTS) + 1)  # bytes of a rank's row in the one all-gather per forward
+BATCH_CHECK = 8 * (len(FACTS) + 1)  # bytes of a rank's row in the one all-gather per forward
 # What a logged message of one byte brings to each rank, on average over the group's ranks.
 RECEIVED = {
     "broadcast": lambda p: Fraction(p - 1, p),  # all but the owner receive it
