@@ -120,6 +120,8 @@ def _forget() -> None:
     from deepspeed.utils.comms_logging import CommsLogger
 
     groups._release_process_group_references()  # mpu, mesh_device and every cached group
+    autocast = sys.modules["deepspeed.runtime.torch_autocast"]
+    autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None  # else a later ZeRO engine scales
     comms_logger = sys.modules["deepspeed.comm.comm"].comms_logger
     vars(comms_logger).clear()
     vars(comms_logger).update(vars(CommsLogger()))

@@ -88,8 +88,13 @@ SPAN = [(case, torch.float32) for case in AGAIN]
 SPAN += [(("selective", checkpointing), dtype) for checkpointing in (False, True) for dtype in (torch.bfloat16, torch.float64)]
 
 
-@pytest.mark.parametrize(("case", "dtype"), SPAN)
-@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 2), (4, 4), (1, 4)])
+FIRST = SPAN[:2]
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "case", "dtype"),
+    [(2, 2, *span) for span in SPAN] + [(p, kv, *span) for p, kv in ((4, 2), (4, 4), (1, 4)) for span in FIRST],
+)
 def test_bytes_equal_formulas(size: int, kv_heads: int, case: tuple[str, bool], dtype: torch.dtype) -> None:
     sizes, (weights, kv) = {**SIZES, "num_key_value_heads": kv_heads}, AGAIN[case]
     want = {name: LAYERS * value for name, value in formulas(size, sizes, dtype.itemsize).items()}
@@ -116,8 +121,10 @@ def test_bytes_equal_formulas(size: int, kv_heads: int, case: tuple[str, bool], 
         }
 
 
-@pytest.mark.parametrize(("case", "dtype"), [c for c in SPAN if c[1] != torch.float64])
-@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (3, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "case", "dtype"),
+    [(2, 2, *span) for span in SPAN] + [(p, 4, *span) for p in (3, 4) for span in FIRST],
+)
 def test_bytes_of_metp(size: int, kv_heads: int, case: tuple[str, bool], dtype: torch.dtype) -> None:
     """K/V make P-1 hops instead of being gathered, which is as much; dK/dV ride behind and take P."""
     sizes, (weights, kv) = {**SIZES, "num_key_value_heads": kv_heads}, AGAIN[case]

@@ -64,10 +64,11 @@ def precision_losses(precision: str, stage: int, size: int) -> dict[str, Any]:
     return losses
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("precision", "stage"), [("bf16", 0), ("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 0),
-("fp16", 2),
-                                                  ("fp16", 3), ("autocast", 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "stage", "size"),
+    [("bf16", 0, 2), ("bf16", 0, 4), ("bf16", 1, 2), ("bf16", 2, 4), ("bf16", 3, 2), ("fp16", 0, 4), ("fp16", 2, 2),
+     ("fp16", 3, 2), ("autocast", 1, 2)],
+)  # fmt: skip
 def test_precisions(precision: str, stage: int, size: int) -> None:
     for losses in run_ranks(4, precision_job, precision, stage, size):
         assert losses["fp32"][0] != losses[precision][0]

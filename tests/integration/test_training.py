@@ -123,12 +123,11 @@ def assert_same_run(size: int, stage: int, clip: float, accumulate: int, family:
         assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize(("clip", "accumulate"), [(0.0, 1), (0.5, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_training_equals_unsharded(size: int, stage: int, clip: float, accumulate: int) -> None:
-    assert_same_run(size, stage, clip, accumulate, layers=1)  # 48 runs: more layers are tested below
+    assert_same_run(size, stage, clip, accumulate, layers=1)  # 24 runs: more layers are tested below
 
 
 def together_job(stage: int) -> list[bool]:
