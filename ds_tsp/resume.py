@@ -9,6 +9,7 @@ changed, and all raise the same error or none does. Both are bound to the one en
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,25 @@ def attach(engine: Any) -> None:
         return _load(engine, load, load_dir, tag, wanted)
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    if engine.tsp.size > 1:
+        engine._copy_recovery_script = _explain_recovery
+
+
+_INSTEAD = """#!/usr/bin/env python
+import sys
+
+sys.exit("DeepSpeed's {name} puts the parts of one slice together, and these weights lie in slices of a TSP axis. "
+         "Load the checkpoint with ds_tsp.initialize and engine.load_checkpoint, then call "
+         "ds_tsp.save_pretrained(engine, folder); or convert it: ds_tsp convert FOLDER TARGET")
+"""
+
+
+def _explain_recovery(save_path: str) -> None:
+    """Where DeepSpeed puts its scripts beside a checkpoint that they cannot read, and stop with a wrong reason: the way
+    that works."""
+    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+        with open(os.path.join(save_path, name), "w") as file:
+            file.write(_INSTEAD.format(name=name))
 
 
 def _save(engine: Any, save: Callable[..., Any], save_dir: Any, tag: Any, client_state: Any, save_latest: bool,

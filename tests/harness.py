@@ -39,7 +39,7 @@ ENV = {
 GRACE_S = 5.0  # after the first error: how long the other ranks have to fail by themselves
 START_TIMEOUT_S = 240.0  # the first start imports everything, on a cold page cache
 MAX_LOG_LINES = 80
-MAX_THREADS = 300  # each gloo group of a job adds threads to its ranks; a fresh pool is cheap
+MAX_THREADS = 60  # gloo groups that a job leaks keep theirs; a fresh pool is cheap
 PRELOAD = [
     "numpy", "pytest", "hypothesis", "torch", "deepspeed", "deepspeed.comm", "deepspeed.runtime.engine",
     "deepspeed.runtime.zero.stage3",

@@ -128,4 +128,10 @@ def _forget() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     gc.collect()
+    # Each gloo group has threads that wake up a hundred times a second, idle or not: hundreds of them eat the machine.
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d.GroupMember.WORLD
+    for group in [group for group in distributed_c10d._world.pg_map if group is not world]:
+        distributed_c10d.destroy_process_group(group)
     assert dist.is_initialized(), "the job destroyed the process group of its pool"

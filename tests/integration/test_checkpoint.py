@@ -4,6 +4,8 @@ wrong."""
 import argparse
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -221,3 +223,16 @@ def test_ds_to_universal(tmp_path: Path, stage: int) -> None:
     for result in run_ranks(4, reshape_job, str(out), "", (4, 3 - stage), frozen=False):
         worst = max(abs(a - b) for a, b in zip(result["losses"], first["losses"], strict=True))
         assert worst < 1e-6 and result["rest"] == first["rest"]
+
+
+def recovery_job(folder: str) -> None:
+    engine, _ = engine_for(2, 1, "llama", "fp32")
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_deepspeeds_scripts_name_what_works(tmp_path: Path) -> None:
+    run_ranks(4, recovery_job, str(tmp_path))
+    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+        ran = subprocess.run([sys.executable, tmp_path / name, str(tmp_path), "out"], capture_output=True, text=True)
+        assert ran.returncode and "ds_tsp.save_pretrained(engine, folder)" in ran.stderr and name in ran.stderr
