@@ -63,7 +63,7 @@ def document_job(family: str, size: int, name: str, checkpointing: bool = False,
         return {"loss": (got - expected).abs().item(), **gradient_errors(reference, model, mesh)}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("name", BATCHES)
 def test_documents(name: str, size: int) -> None:
     assert_small(run_ranks(size, document_job, "llama", size, name))
@@ -76,8 +76,7 @@ def test_documents_with_windows(family: str, name: str) -> None:
     assert_small(run_ranks(4, document_job, family, 4, name, checkpointing=True, layout="contiguous"))
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "size"), [("llama", 4), ("gemma2", 3)])
 def test_documents_on_the_ring(family: str, size: int) -> None:
     for i, name in enumerate(BATCHES):
         layout = ("zigzag", "contiguous")[i % 2]
