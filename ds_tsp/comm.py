@@ -128,10 +128,10 @@ class Wire:
         stream = get_accelerator().current_stream() if self.overlap else None
         return _Idle() if stream is None else stream
 
-    def start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def start(self, collective: Callable[..., Any], *args: Any) -> Any:
         """Start `collective` over the group; the handle to wait for, None if it is done."""
         with record_function("ds_tsp.wire"):
-            return collective(*args, **kwargs, group=self.mesh.group, async_op=self.overlap)
+            return collective(*args, group=self.mesh.group, async_op=self.overlap)
 
     def hop(self, tensor: Tensor, out: Tensor) -> InFlight:
         """Send contiguous `tensor` to the next rank of the ring; what the rank behind sends arrives in `out`."""

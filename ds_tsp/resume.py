@@ -103,7 +103,7 @@ def _save(engine: Any, save: Callable[..., Any], save_dir: Any, tag: Any, client
         if first:
             _attempt(errors, tags.clear, save_dir, tag)
         save(save_dir, tags.partial(tag), client_state, save_latest=False, exclude_frozen_parameters=exclude_frozen)
-    everyones = gather_objects((errors, _stage(engine), _table(engine), _groups(engine), _rank_state(engine)))
+    everyones = gather_objects((errors, engine.tsp.stage, _table(engine), _groups(engine), _rank_state(engine)))
     _raise_together([told[0] for told in everyones], save_dir, tag)
     if first:
         facts = _facts(engine, exclude_frozen)
@@ -146,7 +146,8 @@ def _errors_kept(engine: Any, errors: list[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        del writer.save, writer.makedirs, engine._copy_recovery_script
+        del writer.save, writer.makedirs
+        engine._copy_recovery_script = script  # which `attach` may have put there
 
 
 def _raise_together(everyones: list[list[str]], save_dir: str, tag: str) -> None:
@@ -260,7 +261,7 @@ def _check_parameters(engine: Any, folder: Path, facts: dict[str, Any], wanted: 
                 f"{_model(engine)} has {mine[name]['shape']}: it is a checkpoint of another model or vocabulary"
             )
     missing = sorted(mine.keys() - saved.keys())
-    extra = sorted(saved.keys() - mine.keys()) if getattr(engine.tsp, "stages", 1) == 1 else []
+    extra = sorted(saved.keys() - mine.keys()) if engine.tsp.stages == 1 else []
     if wanted["load_module_strict"] and (missing or extra):
         lacks = f"it lacks {len(missing)} parameter(s) of this model, such as {missing[0]}" if missing else ""
         more = f"it has {len(extra)} that this model has not, such as {extra[0]}" if extra else ""
@@ -310,7 +311,7 @@ def _facts(engine: Any, exclude_frozen: bool) -> dict[str, Any]:
         "model": _model(engine),
         "tsp": mesh.size,
         "dp": mesh.dp_size,
-        "stages": dist.get_world_size() // (mesh.size * mesh.dp_size),
+        "stages": mesh.stages,
         "zero": engine.zero_optimization_stage(),
         "precision": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
         "frozen_excluded": exclude_frozen,
@@ -332,7 +333,7 @@ def _table(engine: Any) -> dict[str, dict[str, Any]]:
             "bounds": None if cut is None else list(cut.bounds),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "trained": id(parameter) in trained,
-            "stage": _stage(engine),
+            "stage": engine.tsp.stage,
             "name": there[id(parameter)],
         }
     return table
@@ -342,10 +343,6 @@ def _groups(engine: Any) -> list[list[str]]:
     """The names in DeepSpeed's files of each group's trained parameters, in the optimizer's order."""
     there = {id(p): name for name, p in engine.module.named_parameters()}
     return [[there[id(p)] for p in group] for group in masters.groups(engine)]
-
-
-def _stage(engine: Any) -> int:
-    return getattr(engine.tsp, "stage", 0)
 
 
 def _for_ds_to_universal(engine: Any) -> dict[str, Any]:

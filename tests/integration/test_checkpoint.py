@@ -227,7 +227,8 @@ def test_ds_to_universal(tmp_path: Path, stage: int) -> None:
 
 def recovery_job(folder: str) -> None:
     engine, _ = engine_for(2, 1, "llama", "fp32")
-    engine.save_checkpoint(folder)
+    for tag in ("first", "second"):  # each save puts the scripts there anew
+        engine.save_checkpoint(folder, tag=tag)
     engine.destroy()
 
 
