@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .checkpoint import gather_tensor
 from .comm import agree
-from .layout import WeightCut
+from .universal import whole_shape
 
 _UNFINISHED = ".ds_tsp_unfinished"
 
@@ -82,9 +82,7 @@ def _saved_names(model: Any) -> dict[str, Tensor]:
 
 def _as_meta(entry: Any) -> Tensor:
     """The whole tensor of which `entry` is this rank's part, without its values."""
-    cut: WeightCut | None = getattr(entry, "tsp_cut", None)
-    shape = cut.shape if cut is not None else getattr(entry, "ds_shape", entry.shape)
-    return torch.empty(shape, dtype=entry.dtype, device="meta")
+    return torch.empty(whole_shape(entry), dtype=entry.dtype, device="meta")
 
 
 def _begin(model: Any, work: Path) -> None:
